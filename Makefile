@@ -1,0 +1,42 @@
+# make setup   build .venv, vLLM for CPU included
+# make demo    the main job: a training loop feeds a running vLLM
+# make test    every scenario once (under 15 minutes on 2 cores)
+# make soak    repetitions, chaos and whole matrices; results go to results/
+# make lint    ruff, mypy for three platforms
+
+VENV := .venv
+BIN := $(VENV)/bin
+ENV := HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
+
+.PHONY: setup demo test soak lint format wheel clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/vllm_requirements.py
+	scripts/setup.sh
+
+demo: setup
+	$(ENV) $(BIN)/weightwire demo
+
+test: setup
+	$(ENV) $(BIN)/pytest -m "not soak" $(ARGS)
+
+soak: setup
+	$(ENV) $(BIN)/python scripts/soak.py $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin
+	$(BIN)/mypy --platform win32
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: setup
+	scripts/check_wheel.sh
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

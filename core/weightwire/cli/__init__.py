@@ -1,0 +1,1 @@
+"""The ``weightwire`` command."""

@@ -1,0 +1,41 @@
+"""``weightwire bench``: a backend's speed beside the raw costs, in one run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightwire.errors import UnsupportedOperation
+from weightwire.plugins import registry
+
+__all__ = ["bench"]
+
+
+def bench(
+    backend: Annotated[str, typer.Argument(help="Backend to measure.")],
+    gigabytes: Annotated[float, typer.Option(help="Size of the state dict, in 10^9 bytes.")] = 1.0,
+    repeats: Annotated[int, typer.Option(help="Measured rounds after one warm-up.", min=1)] = 7,
+    directory: Annotated[
+        list[Path] | None, typer.Option(help="Where to write; may be given several times.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of a side.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure a backend between two processes, with the raw costs of the same bytes beside it."""
+    chosen = registry().backend(backend)
+    package = type(chosen).__module__.rpartition(".")[0]
+    try:
+        module = importlib.import_module(f"{package}.bench")
+    except ModuleNotFoundError as error:
+        raise UnsupportedOperation(
+            f"backend {backend!r} has no benchmark: its package {package} has no bench module"
+        ) from error
+    result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        module.show(result)

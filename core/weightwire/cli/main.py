@@ -1,0 +1,64 @@
+"""Entry point of the ``weightwire`` command: its subcommands, errors and exit codes.
+
+Exit codes: 0 done, 1 it failed (the first line on stderr says what and the
+remedy), 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from weightwire._version import __version__
+from weightwire.cli import backends, bench, demo, inspect
+from weightwire.errors import WeightWireError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="weightwire",
+    help="Move RL policy weights from trainers to running inference engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("backends")(backends.backends)
+app.command("inspect")(inspect.inspect)
+app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Run the command; an error of weightwire's tree becomes one line and exit code 1."""
+    try:
+        app()
+    except WeightWireError as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        first, _, rest = str(error).partition("\n")
+        console.print(f"[bold red]{type(error).__name__}:[/] ", end="")
+        console.print(first, markup=False)
+        if rest:
+            console.print(rest, markup=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

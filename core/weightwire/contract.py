@@ -1,0 +1,352 @@
+"""The backend contract: what a transport implements, and what core promises it.
+
+A backend moves bytes and knows nothing of models.  Core owns the session, the
+lifecycle, the tensor table, staging layouts, digests, deadlines and threads; it
+drives a backend through the two interfaces below, one pair of objects a handle.
+
+Four flows, chosen by ``Capabilities.flow``.  In all of them core calls the same
+methods; what differs is who waits for whom inside them:
+
+``store``
+    *Store and forward* (files).  The sender's ``put`` writes a group where it
+    outlives the call, ``finish`` makes the whole version visible at once.  Only
+    then is ``started`` written, and receivers ``fetch`` what is there.  Nobody
+    waits for anybody.
+
+``pull``
+    The sender's ``slot`` waits for the credits of the slot's last group,
+    ``put`` announces the group.  The receiver's ``fetch`` waits for the
+    announcement of every owner, reads from all of them, and the completed read
+    is the credit.  The sender's ``finish`` waits for the last credits.
+
+``push``
+    The receiver's ``fetch`` grants its slot and waits for the writes to
+    complete; the sender's ``put`` waits for the grant and writes; the completed
+    write is the announcement.
+
+``collective``
+    Both sides step through the groups in the table's order: ``put`` and
+    ``fetch`` of one group meet.
+
+Every method runs on the thread that called ``send`` or ``receive``, except
+``close``, which may run on another after that thread has left.  Every wait goes
+through ``context.watch.until``: it has the call's deadline and ends when a peer
+is lost.  Native errors are translated into ``weightwire.errors``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from weightwire.deadline import Watch
+from weightwire.table import Region, TensorTable
+
+__all__ = [
+    "API",
+    "Backend",
+    "BackendConfig",
+    "Capabilities",
+    "Context",
+    "Offer",
+    "Policy",
+    "ReceiverTransport",
+    "Seal",
+    "SenderTransport",
+]
+
+API = 0
+"""Number of the contract.  0 may change until the third built-in backend has landed."""
+
+Flow = Literal["store", "pull", "push", "collective"]
+Wait = Literal["applied", "published"]
+
+
+class BackendConfig(BaseModel):
+    """Options of one backend; subclass it.  Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do.  Flags select conformance scenarios and document it.
+
+    Attributes:
+        flow: who waits for whom; see the module docstring.
+        default_wait: what ``send`` waits for unless told: ``"applied"`` by every
+            receiver of the roster, or only ``"published"``.
+        needs_live_receivers: if True, ``send`` waits for at least one receiver;
+            if False, a version can be sent to nobody and read later.
+        serves_finished: if True, a receiver that starts late gets the newest
+            finished version at once; if False, it waits for the next offer.
+        ranged_reads: if True, a receiver reads only the regions it asks for;
+            if False, whole tensors travel and are cut on arrival.
+        lands_in_place: if True, bytes may land in the target's own memory; if
+            False, core copies them from the transport's slot.
+        elastic: if True, a changed roster costs the others nothing; if False,
+            they form a new group first.
+        devices: torch device types whose tensors can be sent and received.
+        max_receivers: most receivers in one offer, or None.
+        max_tensor_nbytes: largest tensor, in bytes, or None.
+    """
+
+    flow: Flow
+    default_wait: Wait
+    needs_live_receivers: bool
+    serves_finished: bool
+    ranged_reads: bool
+    lands_in_place: bool
+    elastic: bool
+    devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
+    max_receivers: int | None = None
+    max_tensor_nbytes: int | None = None
+
+
+class Policy(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """Identity of one attempt to send one policy version."""
+
+    incarnation: int
+    version: int
+    attempt: int = 1
+
+    def __str__(self) -> str:
+        return f"version {self.version} (incarnation {self.incarnation}, attempt {self.attempt})"
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version as both sides' transports see it.
+
+    Attributes:
+        policy: identity.
+        table_digest: digest of the tensor table that it follows.
+        roster: ids of the receivers it is offered to; empty when it is read later.
+        senders: one opaque blob per trainer rank, from ``SenderTransport.describe``.
+        verify: which digests the seals carry.
+    """
+
+    policy: Policy
+    table_digest: str
+    roster: tuple[str, ...]
+    senders: tuple[bytes, ...]
+    verify: Literal["off", "sample", "full"]
+
+
+class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What core sends along with one owner's part of a group, opaque to transports.
+
+    Attributes:
+        digests: by tensor index, the 64-bit digest of the shards that this owner serves.
+    """
+
+    digests: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What core tells a transport about where it runs.
+
+    Attributes:
+        config: the backend's own options.
+        session_url: for messages; without credentials.
+        session_id: hex id of the session; equal on all members, new for a new session.
+        session_dir: the session's directory when it has one (``file://``), else None.
+        rank: rank within this side's world.
+        world_size: ranks of this side: trainer ranks, or ranks of this replica.
+        member_id: the receiver's id, or ``"sender"``.
+        incarnation: this member's incarnation.
+        overlap: if True, hold two slots.
+        watch: every wait goes through it.
+    """
+
+    config: BackendConfig
+    session_url: str
+    session_id: str
+    session_dir: Path | None
+    rank: int
+    world_size: int
+    member_id: str
+    incarnation: int
+    overlap: bool
+    watch: Watch
+
+
+class SenderTransport(ABC):
+    """One trainer rank's end.  Per version core calls, on every trainer rank:
+
+    1. ``set_table(table)`` when the table is new, and then ``describe()``.
+    2. ``begin(offer, readers)`` once the roster is ready (``store``: at once).
+    3. for each group in which this rank owns shards: ``slot``, then ``put``.
+    4. ``finish()``; when it has returned on every rank, the version is out.
+    5. or, at any point after 2, ``abort(error)``.
+
+    Between versions: ``drop(policy)`` for finished versions that nobody may
+    read any more (only with ``serves_finished``).  At the end ``close()``.
+    """
+
+    keep: int | None = None
+    """How many finished versions stay readable; None keeps all.  Only with ``serves_finished``."""
+
+    @abstractmethod
+    def set_table(self, table: TensorTable) -> None:
+        """Size slots, register memory, prepare what all versions of this layout share."""
+
+    def describe(self) -> bytes:
+        """Opaque bytes for the receivers' transports: addresses, keys.  At most 1 MiB."""
+        return b""
+
+    @abstractmethod
+    def begin(self, offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
+        """A version starts.
+
+        Args:
+            offer: identity and roster.
+            readers: for each receiver of the roster that reads, what its ranks'
+                ``ReceiverTransport.describe`` returned, by rank.
+        """
+
+    def slot(self, group: int, nbytes: int) -> Tensor | None:
+        """Memory for the group's shards of this rank, once its last readers are done.
+
+        Returns:
+            A contiguous uint8 tensor of at least ``nbytes`` (core copies and
+            casts the shards into it, each aligned to 64 bytes), or None when
+            ``put`` takes tensors wherever they lie.
+        """
+        return None
+
+    @abstractmethod
+    def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
+        """Send, announce or store this rank's part of one group.
+
+        Args:
+            group: index into the table's groups.
+            tensors: by tensor index, contiguous, of the wire dtype and of the
+                shape of the shard this rank owns.  They lie in the slot when
+                there is one; otherwise they are unchanged until ``put`` returns.
+            seal: to be handed to whoever fetches this part.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return when this rank's bytes are safe: stored, or credited by every reader."""
+
+    def publish(self) -> None:
+        """``store`` only, on rank 0, after every rank's ``finish``: make the version visible."""
+
+    def lose(self, receiver_id: str) -> None:
+        """Wait for this receiver no more; it is gone and the version goes on without it.
+
+        May be called on another thread while ``slot``, ``put`` or ``finish`` waits.
+        """
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Give the version up, and leave the transport fit for the next one.  Never waits long."""
+
+    def drop(self, policy: Policy) -> None:
+        """Delete a finished or void version; called on rank 0 when no reader holds it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything.  Idempotent."""
+
+
+class ReceiverTransport(ABC):
+    """One inference rank's end.  Per version core calls, on every rank of a replica:
+
+    1. ``set_plan(table, regions)`` when the table is new, and then ``describe()``.
+    2. ``begin(offer)`` once the transfer has started.
+    3. for each group with regions of this rank: ``slot``, then ``fetch``.
+    4. ``finish()`` after the last group has been verified.
+    5. or, at any point after 2, ``abort(error)``.
+
+    At the end ``close()``.
+    """
+
+    @abstractmethod
+    def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
+        """Size slots, prepare reads: what all versions of this layout share."""
+
+    def describe(self) -> bytes:
+        """Opaque bytes for the senders' transports.  At most 1 MiB."""
+        return b""
+
+    @abstractmethod
+    def begin(self, offer: Offer) -> None:
+        """A version starts.  Raise what is wrong with it before the first byte moves."""
+
+    def slot(self, group: int, nbytes: int) -> Tensor | None:
+        """Memory into which a group must be fetched, or None when any memory will do.
+
+        Returns:
+            A contiguous uint8 tensor of at least ``nbytes``; valid until the
+            next call for a group (with ``overlap``, until the one after).
+        """
+        return None
+
+    @abstractmethod
+    def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
+        """Bring one group.
+
+        Args:
+            group: index into the table's groups.
+            regions: by position in the plan's regions, the contiguous tensor to
+                fill, of the region's shape and wire dtype.
+
+        Returns:
+            The seals of the owners of these regions.
+
+        Raises:
+            TransferTimeout: an owner didn't announce or deliver; names it.
+            PeerLost: an owner is gone.
+            VerificationError: the transport's own checksums don't match.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Every group has been taken: give back what the version held."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Give the version up, and leave the transport fit for the next one.  Never waits long."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything.  Idempotent."""
+
+
+class Backend(ABC):
+    """A transport as a plug-in describes it: stateless, cheap to import.
+
+    Importing the module that defines it must not import the transport's
+    library; ``probe`` does.
+    """
+
+    api: ClassVar[int] = API
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    config: ClassVar[type[BackendConfig]]
+    capabilities: ClassVar[Capabilities]
+
+    def probe(self) -> None:
+        """Return when the backend can run here.
+
+        Raises:
+            BackendUnavailable: with the reason and what to install.
+        """
+
+    @abstractmethod
+    def open_sender(self, context: Context) -> SenderTransport:
+        """The transport of one trainer rank."""
+
+    @abstractmethod
+    def open_receiver(self, context: Context) -> ReceiverTransport:
+        """The transport of one inference rank."""

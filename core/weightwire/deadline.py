@@ -1,0 +1,137 @@
+"""Deadlines, and the one way in which weightwire waits for anything.
+
+Every wait in core and in a backend goes through ``Watch.until``: it ends when
+its condition holds, when the deadline passes, when a peer is known to have
+failed, or when the caller was cancelled, whichever is first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from weightwire.errors import ConfigError, TransferError, TransferTimeout
+
+__all__ = ["Cancelled", "Deadline", "Watch"]
+
+T = TypeVar("T")
+
+_FIRST_PAUSE = 0.0002
+_LAST_PAUSE = 0.02
+
+
+class Cancelled(TransferError):
+    """The caller gave up (``asyncio`` cancellation, or ``close`` from another thread)."""
+
+
+class Deadline:
+    """A point on this process's monotonic clock.
+
+    Args:
+        seconds: from now; more than zero.
+
+    Raises:
+        ConfigError: ``seconds`` is zero, negative or not a finite number.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise ConfigError(f"timeout {seconds!r} isn't a number: give seconds above zero")
+        if not 0 < seconds < float("inf"):
+            raise ConfigError(f"timeout {seconds} is not above zero: give the seconds to wait")
+        self.seconds = float(seconds)
+        self._end = time.monotonic() + self.seconds
+
+    def remaining(self) -> float:
+        """Seconds left, never below zero."""
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+class Watch:
+    """What a running version must notice while it waits.
+
+    The thread that renews leases reports failures here; the thread that moves
+    bytes looks here between two pauses and before each group.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._deadline: Deadline | None = None
+        self._wake = threading.Event()
+
+    def start(self, deadline: Deadline) -> None:
+        """Begin a new call: forget earlier failures and take its deadline."""
+        with self._lock:
+            self._failure = None
+            self._deadline = deadline
+            self._wake.clear()
+
+    @property
+    def deadline(self) -> Deadline:
+        if self._deadline is None:
+            raise RuntimeError("Watch.start() comes before any wait")
+        return self._deadline
+
+    def fail(self, error: BaseException) -> None:
+        """Make the current wait, and every later one of this call, raise ``error``."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            self._wake.set()
+
+    def cancel(self, reason: str) -> None:
+        self.fail(Cancelled(reason))
+
+    def check(self, waiting_for: str = "the version", missing: Sequence[str] = ()) -> None:
+        """Raise if a peer failed, the caller was cancelled or the deadline passed."""
+        failure = self._failure
+        if failure is not None:
+            raise failure
+        if self.deadline.passed():
+            raise TransferTimeout(timeout_message(self.deadline.seconds, waiting_for, missing))
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but not beyond the deadline nor past a failure."""
+        self._wake.wait(min(seconds, self.deadline.remaining()))
+
+    def until(
+        self,
+        condition: Callable[[], T | None],
+        waiting_for: str,
+        missing: Callable[[], Sequence[str]] = tuple,
+    ) -> T:
+        """Poll ``condition`` until it returns something true.
+
+        Args:
+            condition: cheap and without side effects; polled with pauses from
+                0.2 ms up to 20 ms.
+            waiting_for: noun for the message, such as ``"credits of group 3"``.
+            missing: who hasn't answered yet, for the message.
+
+        Raises:
+            TransferTimeout: the deadline passed; names ``missing``.
+            PeerLost: a peer that this version needs is gone.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            value = condition()
+            if value:
+                return value
+            if self._failure is not None or self.deadline.passed():
+                self.check(waiting_for, missing())
+            self.pause(pause)
+            pause = min(pause * 1.5, _LAST_PAUSE)
+
+
+def timeout_message(seconds: float, waiting_for: str, missing: Sequence[str]) -> str:
+    who = f" from {', '.join(missing)}" if missing else ""
+    return (
+        f"no {waiting_for}{who} within {seconds:g} s: "
+        "check that it is alive (`weightwire inspect`), or raise the timeout"
+    )

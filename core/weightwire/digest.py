@@ -1,0 +1,162 @@
+"""A 64-bit digest of tensor elements that adds up over boxes.
+
+``digest(tensor) = sum over elements of mix(key, global index, bits) mod 2**64``.
+It is the same however a tensor is cut into boxes, so what owners serve and what
+receivers hold can be compared without moving bytes.  ``key`` comes from the
+tensor's name; equal bits at another place, or in another tensor, count
+differently.  It finds faults, not forgeries.
+
+``full`` takes every element.  ``sample`` takes ``SAMPLES`` places of each
+tensor, the same ones on both sides, others for each version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["SAMPLES", "Verify", "box_digest", "tensor_key"]
+
+Verify = Literal["off", "sample", "full"]
+
+SAMPLES = 1024
+"""Places per tensor that ``sample`` compares; a smaller tensor is compared whole."""
+
+_CHUNK = 1 << 16  # elements whose intermediate values stay in a core's cache
+_MASK = (1 << 64) - 1
+# Odd constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable PRNGs, 2014), as int64.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tensor_key(name: str) -> int:
+    """The tensor's key: a signed 64-bit integer from its checkpoint name."""
+    return int.from_bytes(
+        hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
+    )
+
+
+def box_digest(
+    box: Tensor,
+    *,
+    key: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    verify: Verify,
+    version: int,
+) -> int:
+    """Digest of one box of a tensor.
+
+    Args:
+        box: its elements, contiguous, of the wire dtype.
+        key: from ``tensor_key``.
+        shape: the tensor's global shape.
+        offsets: the box's first index in each dimension.
+        verify: ``full``, or ``sample`` (the places depend on ``version``).
+
+    Returns:
+        An integer from 0 to 2**64 - 1; 0 for an empty box and for ``off``.
+    """
+    if verify == "off" or box.numel() == 0:
+        return 0
+    flat = box.reshape(-1).view(_BITS[box.element_size()])
+    whole = tuple(box.shape) == tuple(shape)
+    if verify == "full":
+        return _full(flat, key, None if whole else (tuple(box.shape), shape, offsets))
+    total = math.prod(shape)
+    places = sample_places(total, key, version)
+    if not whole:
+        local, inside = _to_local(places, tuple(box.shape), shape, offsets)
+        places, local = places[inside], local[inside]
+    else:
+        local = places
+    bits = flat[local.to(flat.device)].to(torch.int64)
+    return int(_mix(places.to(flat.device), bits, key).sum().item()) & _MASK
+
+
+def sample_places(total: int, key: int, version: int) -> Tensor:
+    """Global flat indices that ``sample`` looks at: int64, distinct, at most ``SAMPLES``."""
+    if total <= SAMPLES:
+        return torch.arange(total, dtype=torch.int64)
+    # One place in each of SAMPLES equal strata: every part of the tensor is covered.
+    counter = torch.arange(SAMPLES, dtype=torch.int64)
+    noise = _scramble(counter * _GAMMA + (key ^ _signed(version * _MIX_1)))
+    begin = (counter * total) // SAMPLES
+    end = ((counter + 1) * total) // SAMPLES
+    return begin + noise.bitwise_and((1 << 62) - 1).remainder(end - begin)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _full(
+    flat: Tensor,
+    key: int,
+    place: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None,
+) -> int:
+    total = 0
+    for begin in range(0, flat.numel(), _CHUNK):
+        bits = flat[begin : begin + _CHUNK].to(torch.int64)
+        index = torch.arange(begin, begin + bits.numel(), dtype=torch.int64, device=flat.device)
+        if place is not None:
+            index = _to_global(index, *place)
+        total += int(_mix(index, bits, key).sum().item())
+    return total & _MASK
+
+
+def _mix(index: Tensor, bits: Tensor, key: int) -> Tensor:
+    weight = _scramble(index * _GAMMA + key)
+    # An odd weight makes any change of one element change the sum.
+    return (bits + 1) * weight.bitwise_or_(1)
+
+
+def _scramble(value: Tensor) -> Tensor:
+    value = (value ^ _shift(value, 30)) * _MIX_1
+    value = (value ^ _shift(value, 27)) * _MIX_2
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, by: int) -> Tensor:
+    """Logical shift to the right of int64."""
+    return (value >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    return strides
+
+
+def _to_global(
+    index: Tensor, box: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> Tensor:
+    result = torch.zeros_like(index)
+    for inner, size, outer, offset in zip(
+        _strides(box), box, _strides(shape), offsets, strict=True
+    ):
+        result += ((index // inner) % size + offset) * outer
+    return result
+
+
+def _to_local(
+    index: Tensor, box: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Local flat indices, and which of the global ones lie in the box."""
+    result = torch.zeros_like(index)
+    inside = torch.ones_like(index, dtype=torch.bool)
+    rows = zip(_strides(box), box, _strides(shape), shape, offsets, strict=True)
+    for inner, size, outer, extent, offset in rows:
+        at = (index // outer) % extent - offset
+        inside &= (at >= 0) & (at < size)
+        result += at * inner
+    return result, inside

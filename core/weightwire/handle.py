@@ -1,0 +1,137 @@
+"""What senders and receivers have in common: one call at a time, in one process, until closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed
+
+from weightwire.config import BackendChoice, select
+from weightwire.deadline import Deadline, Watch
+from weightwire.errors import ConfigError, HandleError
+
+__all__ = ["Handle", "close_all", "ranks_of"]
+
+T = TypeVar("T")
+
+
+class Handle:
+    """Base of ``WeightSender`` and ``WeightReceiver``.
+
+    A handle belongs to the process that opened it and runs one call at a time;
+    anything else raises ``HandleError`` at once.
+    """
+
+    def __init__(self, role: str, choice: BackendChoice, timeout: float) -> None:
+        self._role = role
+        self._backend, self._config = select(choice)
+        self._timeout = Deadline(timeout).seconds
+        self._watch = Watch()
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._closed = False
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that moves the bytes."""
+        return self._backend.name
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise HandleError(
+                f"this {self._role} was opened in process {self._pid} and used in its fork "
+                f"{os.getpid()}: open one after forking"
+            )
+        if self._closed:
+            raise HandleError(f"this {self._role} is closed: open a new one")
+
+    def _enter(self, timeout: float | None) -> None:
+        """Take the handle for one call and start its deadline."""
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        self._check_usable()
+        if not self._busy.acquire(blocking=False):
+            raise HandleError(
+                f"this {self._role} is busy with another call: wait for it, or open a second one"
+            )
+        self._watch.start(deadline)
+
+    def _leave(self) -> None:
+        self._busy.release()
+
+    @contextlib.contextmanager
+    def _call(self, timeout: float | None) -> Iterator[None]:
+        self._enter(timeout)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _in_thread(self, body: Callable[[], T], timeout: float | None) -> T:
+        """Run a call's body on a thread of its own; cancelling the task aborts the call."""
+        self._enter(timeout)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def finish(setter: Callable[[Any], None], value: object) -> None:
+            if not done.done():
+                setter(value)
+
+        def run() -> None:
+            try:
+                result = body()
+            except BaseException as error:
+                self._leave()
+                loop.call_soon_threadsafe(finish, done.set_exception, error)
+            else:
+                self._leave()
+                loop.call_soon_threadsafe(finish, done.set_result, result)
+
+        thread = threading.Thread(target=run, name=f"weightwire-{self._role}", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._leave()
+            raise
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            self._watch.cancel(f"the task that ran this {self._role}'s call was cancelled")
+            while not done.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
+            if not done.cancelled():
+                done.exception()  # retrieved: the cancellation is what the caller sees
+            raise
+        finally:
+            if done.done():
+                thread.join()
+
+
+def ranks_of(
+    rank: int | None, world_size: int | None, group: torch.distributed.ProcessGroup | None
+) -> tuple[int, int]:
+    """A side's rank and world size, from numbers or from a process group."""
+    if group is not None:
+        if rank is not None or world_size is not None:
+            raise ConfigError("group= and rank=/world_size= say the same thing: give one of them")
+        return group.rank(), group.size()
+    rank, world_size = rank or 0, 1 if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} isn't below world_size {world_size}: count ranks from 0")
+    return rank, world_size
+
+
+def close_all(*closers: Callable[[], object]) -> None:
+    """Run every closer; raise the first error once all have run."""
+    with contextlib.ExitStack() as stack:
+        for closer in reversed(closers):
+            stack.callback(closer)

@@ -1,0 +1,59 @@
+"""What a session's records say about versions: offered, finished, readable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weightwire.contract import Policy
+from weightwire.session import keys
+from weightwire.session.membership import Member
+from weightwire.session.records import MemberRecord, OfferRecord, Outcome
+from weightwire.session.session import Session
+
+__all__ = ["finished_policies", "offer_of", "outcome_of", "policies", "readable_policies"]
+
+
+def policies(session: Session, incarnation: int) -> list[Policy]:
+    """Every attempt of an incarnation, newest first."""
+    found = [
+        policy
+        for name in session.children(keys.versions(incarnation))
+        if (policy := keys.parse_policy(incarnation, name)) is not None
+    ]
+    return sorted(found, reverse=True)
+
+
+def outcome_of(session: Session, policy: Policy) -> Outcome | None:
+    return session.read(keys.version(policy, "outcome"), Outcome)
+
+
+def offer_of(session: Session, policy: Policy) -> OfferRecord | None:
+    return session.read(keys.version(policy, "offer"), OfferRecord)
+
+
+def finished_policies(session: Session, incarnation: int) -> Iterator[Policy]:
+    """Finished versions of one incarnation, newest first."""
+    for policy in policies(session, incarnation):
+        outcome = outcome_of(session, policy)
+        if outcome is not None and outcome.error is None:
+            yield policy
+
+
+def readable_policies(session: Session, sender: Member) -> Iterator[Policy]:
+    """Finished versions that may be read under this incarnation, newest first.
+
+    Its own; and, where it declared ``resume_from=v``, those that its
+    predecessor could read up to ``v``.
+    """
+    yield from finished_policies(session, sender.incarnation)
+    limit = sender.record.resume_from
+    incarnation = sender.incarnation - 1
+    while limit is not None and incarnation > 0:
+        for policy in finished_policies(session, incarnation):
+            if policy.version <= limit:
+                yield policy
+        record = session.read(keys.member("senders", incarnation, "record"), MemberRecord)
+        if record is None or record.resume_from is None:
+            return
+        limit = min(limit, record.resume_from)
+        incarnation -= 1

@@ -1,0 +1,274 @@
+"""Rank 0 of a receiver: one version from the newest offer to ``receiver_applied``."""
+
+from __future__ import annotations
+
+import contextlib
+
+from weightwire.contract import Capabilities, Offer, Policy
+from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError
+from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
+from weightwire.lifecycle.history import (
+    offer_of,
+    outcome_of,
+    policies,
+    readable_policies,
+)
+from weightwire.lifecycle.states import (
+    RECEIVER_TRANSITIONS,
+    ReceiverState,
+)
+from weightwire.session import keys
+from weightwire.session.membership import LeaseObserver, Member, newest
+from weightwire.session.records import (
+    Applied,
+    ErrorInfo,
+    OfferRecord,
+    Reading,
+    Ready,
+    Retired,
+    Started,
+    Status,
+)
+from weightwire.session.session import Session
+from weightwire.waiting import Steps, Waiting
+
+__all__ = ["ReceiverMachine"]
+
+
+class ReceiverMachine:
+    """Rank 0 of a receiver.
+
+    Attributes:
+        serving: the policy that the target wholly holds, or None.
+        tainted: what left the target mixed, until a full sync succeeds.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        member: Member,
+        observer: LeaseObserver,
+        capabilities: Capabilities,
+    ) -> None:
+        self.session = session
+        self.member = member
+        self.observer = observer
+        self.capabilities = capabilities
+        self.state = ReceiverState.IDLE
+        self.serving: Policy | None = None
+        self.tainted: ErrorInfo | None = None
+        self._tried: Policy | None = None
+
+    @property
+    def receiver_id(self) -> str:
+        return self.member.record.member_id
+
+    def _enter(self, state: ReceiverState) -> None:
+        if state not in RECEIVER_TRANSITIONS[self.state]:
+            raise AssertionError(f"receiver can't go from {self.state} to {state}")
+        self.state = state
+
+    def newest_offer(self) -> OfferRecord | None:
+        """The offer that ``receive`` would take now, or None."""
+        sender = newest(self.session, "senders")
+        if sender is None:
+            return None
+        if self.capabilities.flow == "store":
+            return self._newest_published(sender)
+        for policy in policies(self.session, sender.incarnation):
+            record = offer_of(self.session, policy)
+            if record is None:
+                continue  # its writer crashed, or is about to write
+            if policy in (self._tried, self.serving):
+                return None
+            self._refuse_other_backend(record)
+            open_to_us = self.receiver_id in record.offer.roster
+            return record if open_to_us and outcome_of(self.session, policy) is None else None
+        return None
+
+    def _newest_published(self, sender: Member) -> OfferRecord | None:
+        for policy in policies(self.session, sender.incarnation):
+            outcome = outcome_of(self.session, policy)
+            if outcome is not None and outcome.error is not None:
+                continue
+            if self.session.read(keys.version(policy, "started"), Started) is None:
+                continue
+            return self._unless_current(policy)
+        for policy in readable_policies(self.session, sender):
+            return self._unless_current(policy)
+        return None
+
+    def _unless_current(self, policy: Policy) -> OfferRecord | None:
+        if policy == self.serving:
+            return None
+        if self.session.read(keys.retired(policy), Retired) is not None:
+            return None
+        record = offer_of(self.session, policy)
+        if record is not None:
+            self._refuse_other_backend(record)
+        return record
+
+    def _refuse_other_backend(self, record: OfferRecord) -> None:
+        if record.backend != self.member.record.backend:
+            raise ConfigError(
+                f"the sender offers version {record.offer.policy.version} over "
+                f"{record.backend!r}, this receiver was opened with "
+                f"{self.member.record.backend!r}: open both with one backend"
+            )
+
+    def receive(self) -> Steps[Policy]:
+        """One version, from the newest offer to its ``receiver_applied``.
+
+        Yields ``Prepare``, ``Install``, ``Fetch`` and ``Commit`` in this order;
+        after ``Prepare`` it may begin again with a newer offer.
+        """
+        while True:
+            record = yield from self._await_offer()
+            offer = record.offer
+            self._enter(ReceiverState.PREPARING)
+            try:
+                yield from self._prepare(offer)
+                go = yield from self._await_start(offer)
+            except GeneratorExit:
+                raise
+            except BaseException:
+                self._settle()
+                raise
+            if go:
+                break
+            self._settle()
+        return (yield from self._install(offer))
+
+    def _await_offer(self) -> Steps[OfferRecord]:
+        while True:
+            record = self.newest_offer()
+            if record is not None:
+                return record
+            sender = newest(self.session, "senders")
+            yield Waiting("offer", ("the sender" if sender is not None else "a sender to join",))
+
+    def _prepare(self, offer: Offer) -> Steps[None]:
+        place = keys.version(offer.policy, "ready", self.receiver_id)
+        try:
+            transports: tuple[bytes, ...] = yield Prepare(offer)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._tried = offer.policy
+            self.session.write(place, Ready(self.member.incarnation, declined=ErrorInfo.of(error)))
+            raise
+        if self.capabilities.flow != "store":
+            self.session.write(place, Ready(self.member.incarnation, transports))
+        self._enter(ReceiverState.READY)
+
+    def _await_start(self, offer: Offer) -> Steps[bool]:
+        """True when the transfer runs; False when another offer should be looked for."""
+        policy = offer.policy
+        if self.capabilities.flow == "store":
+            # The lease comes before the look at the mark: see SenderMachine.retire.
+            self.session.write(
+                keys.reading(self.receiver_id), Reading(self.member.incarnation, policy)
+            )
+            if self.session.read(keys.retired(policy), Retired) is None:
+                return offer_of(self.session, policy) is not None
+            self.session.delete(keys.reading(self.receiver_id))
+            return False
+        while True:
+            if outcome_of(self.session, policy) is not None:
+                return False
+            if self.session.read(keys.version(policy, "started"), Started) is not None:
+                return True
+            sender = newest(self.session, "senders")
+            if sender is None or sender.incarnation != policy.incarnation:
+                return False
+            if not self.observer.is_alive(sender):
+                raise PeerLost(
+                    f"the sender (process {sender.record.pid} on {sender.record.host}) is gone "
+                    f"before it started {policy}: restart it"
+                )
+            yield Waiting("started", ("the sender",))
+
+    def _install(self, offer: Offer) -> Steps[Policy]:
+        policy = offer.policy
+        before = self.serving
+        self._enter(ReceiverState.INSTALLING)
+        self.serving = None
+        try:
+            # Before the first byte changes, nobody may think that the old version is served.
+            self._write_status(Status("installing"))
+            yield Install(offer)
+            yield Fetch(offer)
+            applied: Applied = yield Commit(offer)
+            self._write_status(Status("serving", policy, digest=applied.digest))
+            self._release()
+            # The last write: once the sender has read it, it may take the session away.
+            self.session.write(keys.version(policy, "applied", self.receiver_id), applied)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            restored = bool((yield Rollback(error)))
+            self._fail(policy, error, before if restored else None, restored)
+            raise
+        self.serving, self.tainted = policy, None
+        self._enter(ReceiverState.APPLIED)
+        return policy
+
+    def _fail(
+        self, policy: Policy, error: BaseException, serving: Policy | None, restored: bool
+    ) -> None:
+        self._tried = policy if self.capabilities.flow != "store" else None
+        info = ErrorInfo.of(error)
+        self.serving = serving
+        if not restored:
+            self.tainted = info
+        self._enter(ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE)
+        # The error that is being raised matters more than a session that is gone.
+        with contextlib.suppress(SessionError):
+            self._write_current_status()
+            self._release()
+            tainted = self.tainted is not None
+            self.session.write(
+                keys.version(policy, "applied", self.receiver_id),
+                Applied(self.member.incarnation, error=info, tainted=tainted),
+            )
+
+    def _settle(self) -> None:
+        self.state = ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE
+        self._release()
+
+    def _release(self) -> None:
+        if self.capabilities.flow == "store":
+            # A lease that can't be given back ends with this member's own.
+            with contextlib.suppress(SessionError):
+                self.session.delete(keys.reading(self.receiver_id))
+
+    def _write_current_status(self) -> None:
+        if self.tainted is not None:
+            self._write_status(Status("tainted", None, self.tainted))
+        elif self.serving is not None:
+            self._write_status(Status("serving", self.serving))
+        else:
+            self._write_status(Status("idle"))
+
+    def _write_status(self, status: Status) -> None:
+        self.session.write(self.member.key("status"), status)
+
+    def sender_failure(self, offer: Offer) -> TransferError | None:
+        """Why the sender won't complete a started offer, or None."""
+        outcome = outcome_of(self.session, offer.policy)
+        if outcome is not None and outcome.error is not None:
+            return PeerLost(
+                f"the sender aborted {offer.policy}: {outcome.error.message}; "
+                "wait for its next version"
+            )
+        sender = newest(self.session, "senders")
+        if sender is None or sender.incarnation != offer.policy.incarnation:
+            return PeerLost(
+                f"the sender of {offer.policy} was replaced: receive the new one's version"
+            )
+        if not self.observer.is_alive(sender):
+            return PeerLost(
+                f"the sender (process {sender.record.pid} on {sender.record.host}) of "
+                f"{offer.policy} is gone: restart it"
+            )
+        return None

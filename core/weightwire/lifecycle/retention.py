@@ -1,0 +1,92 @@
+"""Which finished versions stay, and how one is dropped under nobody's feet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightwire.contract import Policy
+from weightwire.lifecycle.history import policies, readable_policies
+from weightwire.session import keys
+from weightwire.session.membership import LeaseObserver, Member, newest
+from weightwire.session.records import Reading, Retired
+from weightwire.session.session import Session
+
+__all__ = ["Retention"]
+
+_RECORDS_KEPT = 32
+"""Versions of the running incarnation whose records stay for ``inspect``."""
+
+
+class Retention:
+    """Drops versions on behalf of one sender incarnation.
+
+    Args:
+        keep: how many finished versions stay readable, or None for all.
+        stores: whether finished versions hold bytes that must be dropped.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        member: Member,
+        observer: LeaseObserver,
+        *,
+        keep: int | None,
+        stores: bool,
+    ) -> None:
+        self.session = session
+        self.member = member
+        self.observer = observer
+        self.keep = keep
+        self.stores = stores
+        self._dropped: set[Policy] = set()
+
+    def retire(self, drop: Callable[[Policy], None]) -> None:
+        """Drop what nobody may read any more, and forget old records.
+
+        A version is first marked, then its readers are looked for: a reader
+        writes its lease and then looks for the mark, so that one of the two sees
+        the other.  Records stay a while longer than bytes, for ``inspect``.
+        """
+        if self.stores:
+            readable = list(readable_policies(self.session, self.member))
+            self._drop_all_but(set(readable if self.keep is None else readable[: self.keep]), drop)
+        self._forget_records()
+
+    def _drop_all_but(self, kept: set[Policy], drop: Callable[[Policy], None]) -> None:
+        for incarnation in self.session.numbers("versions"):
+            if incarnation > self.member.incarnation:
+                continue
+            for policy in policies(self.session, incarnation):
+                if policy in kept or policy in self._dropped:
+                    continue
+                self.session.write(keys.retired(policy), Retired())
+                if policy not in self._being_read():
+                    drop(policy)
+                    self._dropped.add(policy)
+
+    def _being_read(self) -> set[Policy]:
+        held = set()
+        for receiver_id in self.session.children("reading"):
+            reading = self.session.read(keys.reading(receiver_id), Reading)
+            member = newest(self.session, f"receivers/{receiver_id}")
+            if (
+                reading is not None
+                and member is not None
+                and member.incarnation == reading.incarnation
+                and self.observer.is_alive(member)
+            ):
+                held.add(reading.policy)
+        return held
+
+    def _forget_records(self) -> None:
+        for incarnation in self.session.numbers("versions"):
+            if incarnation > self.member.incarnation:
+                continue
+            newest_stay = _RECORDS_KEPT if incarnation == self.member.incarnation else 0
+            for policy in policies(self.session, incarnation)[newest_stay:]:
+                if self.stores and policy not in self._dropped:
+                    continue
+                self.session.delete_tree(keys.version(policy))
+                self.session.delete(keys.retired(policy))
+                self._dropped.discard(policy)

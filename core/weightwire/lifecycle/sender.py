@@ -1,0 +1,266 @@
+"""Rank 0 of the sender: one version from its offer to its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weightwire.contract import Capabilities, Offer, Policy, Wait
+from weightwire.errors import ConfigError, PeerLost, SessionError
+from weightwire.lifecycle.acts import Transfer
+from weightwire.lifecycle.states import (
+    SENDER_TRANSITIONS,
+    SenderState,
+)
+from weightwire.session import keys
+from weightwire.session.membership import LeaseObserver, Member, live_members, newest
+from weightwire.session.records import (
+    Applied,
+    ErrorInfo,
+    OfferRecord,
+    Outcome,
+    Ready,
+    Started,
+)
+from weightwire.session.session import Session
+from weightwire.waiting import Steps, Waiting
+
+__all__ = ["Offering", "SenderMachine"]
+
+
+@dataclass(frozen=True)
+class Offering:
+    """What ``SenderMachine.send`` is asked to do.
+
+    Attributes:
+        on_receiver_loss: ``fail`` the version, or ``continue`` without the lost receiver.
+        min_receivers: how many must be in the roster where live receivers are needed.
+    """
+
+    version: int
+    table_digest: str
+    nbytes: int
+    senders: tuple[bytes, ...]
+    verify: str
+    wait: Wait
+    on_receiver_loss: str = "fail"
+    min_receivers: int = 1
+
+
+class SenderMachine:
+    """Rank 0 of the sender.
+
+    Args:
+        member: the claimed incarnation.
+        capabilities: of the backend.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        member: Member,
+        observer: LeaseObserver,
+        capabilities: Capabilities,
+    ) -> None:
+        self.session = session
+        self.member = member
+        self.observer = observer
+        self.capabilities = capabilities
+        self.state = SenderState.IDLE
+        self.last: Policy | None = None
+        self._last_finished = False
+
+    def _enter(self, state: SenderState) -> None:
+        if state not in SENDER_TRANSITIONS[self.state]:
+            raise AssertionError(f"sender can't go from {self.state} to {state}")
+        self.state = state
+
+    def next_policy(self, version: int) -> Policy:
+        """The policy that ``send(version)`` would offer.
+
+        Raises:
+            ConfigError: versions must rise; only an aborted one may be sent again.
+        """
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
+            raise ConfigError(f"version {version!r} isn't a whole number from 0 to 10**12 - 1")
+        resumed = self.member.record.resume_from
+        if resumed is not None and version <= resumed:
+            raise ConfigError(
+                f"version {version} doesn't rise above resume_from={resumed}: send {resumed + 1}"
+            )
+        attempt = 1
+        if self.last is not None:
+            if version < self.last.version or (
+                version == self.last.version and self._last_finished
+            ):
+                raise ConfigError(
+                    f"version {version} doesn't rise above {self.last.version}, the last one sent: "
+                    f"send {self.last.version + 1}"
+                )
+            if version == self.last.version:
+                attempt = self.last.attempt + 1
+        return Policy(self.member.incarnation, version, attempt)
+
+    def send(self, offering: Offering) -> Steps[Policy]:
+        """One version, from its offer to its outcome.
+
+        Raises:
+            ConfigError: the version doesn't rise.
+            SessionError: a newer sender has taken the session over.
+            TransferTimeout, PeerLost, ...: it was aborted; the record says why.
+        """
+        self._refuse_if_superseded()
+        policy = self.next_policy(offering.version)
+        began = time.monotonic()
+        needs_live = self.capabilities.needs_live_receivers
+        roster = yield from self._roster(offering.min_receivers if needs_live else 0)
+        offer = Offer(
+            policy=policy,
+            table_digest=offering.table_digest,
+            roster=tuple(sorted(roster)),
+            senders=offering.senders,
+            verify=offering.verify,  # type: ignore[arg-type]  # checked when the sender opened
+        )
+        self.last, self._last_finished = policy, False
+        self._enter(SenderState.OFFERED)
+        try:
+            self.session.write(
+                keys.version(policy, "offer"),
+                OfferRecord(
+                    offer, self.member.record.backend, offering.nbytes, offering.wait, time.time()
+                ),
+            )
+            if self.capabilities.flow == "store":
+                yield Transfer(offer, {})
+                self._start(policy, roster)
+            else:
+                readers = yield from self._gather_ready(offer, roster, offering)
+                self._start(policy, readers)
+                yield Transfer(offer, readers)
+            if offering.wait == "applied":
+                yield from self._gather_applied(offer, roster, offering)
+            self._enter(SenderState.CLOSING)
+            self._refuse_if_superseded()
+            self._conclude(policy, None, began)
+            self._last_finished = True
+        except GeneratorExit:
+            raise  # a crash, to the tests: nothing may be written any more
+        except BaseException as error:
+            self.state = SenderState.IDLE
+            self._conclude(policy, error, began)
+            raise
+        self._enter(SenderState.IDLE)
+        return policy
+
+    def _start(self, policy: Policy, readers: Mapping[str, object]) -> None:
+        self._refuse_if_superseded()
+        self.session.write(keys.version(policy, "started"), Started(tuple(sorted(readers))))
+        self._enter(SenderState.STARTED)
+
+    def _conclude(self, policy: Policy, error: BaseException | None, began: float) -> None:
+        info = None if error is None else ErrorInfo.of(error)
+        outcome = Outcome(info, time.monotonic() - began, time.time())
+        try:
+            self.session.create(keys.version(policy, "outcome"), outcome)
+        except SessionError:
+            if error is None:
+                raise  # else the first error matters more than a session that is gone
+
+    def _refuse_if_superseded(self) -> None:
+        current = newest(self.session, "senders")
+        if current is None:
+            raise SessionError(
+                f"session {self.session.url} lost its sender record: something deleted it; "
+                "open a new sender"
+            )
+        if current.incarnation != self.member.incarnation:
+            raise SessionError(
+                f"session {self.session.url} was taken over by process {current.record.pid} on "
+                f"{current.record.host}: close this sender"
+            )
+
+    def _roster(self, minimum: int) -> Steps[dict[str, Member]]:
+        while True:
+            roster = {
+                receiver_id: member
+                for receiver_id, member in live_members(self.session, self.observer).items()
+                if member.record.backend == self.member.record.backend
+            }
+            if len(roster) >= minimum:
+                most = self.capabilities.max_receivers
+                if most is not None and len(roster) > most:
+                    raise ConfigError(
+                        f"{len(roster)} receivers are in the session, this backend takes {most}: "
+                        "close some, or choose another backend"
+                    )
+                return roster
+            yield Waiting(f"receivers ({len(roster)} of at least {minimum} joined)", ("receivers",))
+
+    def _gather_ready(
+        self, offer: Offer, roster: dict[str, Member], offering: Offering
+    ) -> Steps[dict[str, Sequence[bytes]]]:
+        readers: dict[str, Sequence[bytes]] = {}
+        while missing := sorted(roster.keys() - readers.keys()):
+            for receiver_id in missing:
+                ready = self.session.read(keys.version(offer.policy, "ready", receiver_id), Ready)
+                member = roster[receiver_id]
+                if ready is not None and ready.incarnation == member.incarnation:
+                    if ready.declined is not None:
+                        raise ready.declined.to_error(f"receiver {receiver_id!r} declined")
+                    readers[receiver_id] = ready.transports
+                elif self._is_lost(receiver_id, member):
+                    self._lose(receiver_id, roster, offering)
+            missing = sorted(roster.keys() - readers.keys())
+            if missing:
+                yield Waiting("receiver_ready", tuple(f"receiver {name!r}" for name in missing))
+        return readers
+
+    def _gather_applied(
+        self, offer: Offer, roster: dict[str, Member], offering: Offering
+    ) -> Steps[None]:
+        applied: set[str] = set()
+        while missing := sorted(roster.keys() - applied):
+            for receiver_id in missing:
+                record = self.session.read(
+                    keys.version(offer.policy, "applied", receiver_id), Applied
+                )
+                member = roster[receiver_id]
+                if record is not None and record.incarnation == member.incarnation:
+                    if record.error is not None:
+                        error = record.error.to_error(f"receiver {receiver_id!r} failed")
+                        if offering.on_receiver_loss == "fail":
+                            raise error
+                        del roster[receiver_id]
+                        continue
+                    applied.add(receiver_id)
+                elif self._is_lost(receiver_id, member):
+                    self._lose(receiver_id, roster, offering)
+            missing = sorted(roster.keys() - applied)
+            if missing:
+                yield Waiting("receiver_applied", tuple(f"receiver {name!r}" for name in missing))
+
+    def _is_lost(self, receiver_id: str, member: Member) -> bool:
+        current = newest(self.session, f"receivers/{receiver_id}")
+        return (
+            current is None
+            or current.incarnation != member.incarnation
+            or not self.observer.is_alive(member)
+        )
+
+    def _lose(self, receiver_id: str, roster: dict[str, Member], offering: Offering) -> None:
+        """A roster member is gone: fail, or go on without it."""
+        record = roster[receiver_id].record
+        error = PeerLost(
+            f"receiver {receiver_id!r} (process {record.pid} on {record.host}) is gone: restart "
+            "it, or open the sender with on_receiver_loss='continue'"
+        )
+        if offering.on_receiver_loss == "fail" or self.capabilities.flow == "collective":
+            raise error
+        del roster[receiver_id]
+        if not roster and self.capabilities.needs_live_receivers:
+            raise error
+
+    def lost_receivers(self, roster: Mapping[str, Member]) -> list[str]:
+        """Ids of the roster that are gone by now."""
+        return [name for name, member in roster.items() if self._is_lost(name, member)]

@@ -1,0 +1,205 @@
+"""The inference rank's end of the ``memory`` backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
+from weightwire.errors import ConfigError, PeerLost, TransferError
+from weightwire.layout import SlotLayout, slot_layout
+from weightwire.memory.config import MemoryConfig
+from weightwire.memory.segment import PAGE, Segment, default_directory, remove_orphans, segment_name
+from weightwire.memory.wire import ReaderInfo, SenderInfo, decode
+from weightwire.table import Region, Shard, TensorTable
+
+__all__ = ["MemoryReceiver"]
+
+
+class MemoryReceiver(ReceiverTransport):
+    """Copies regions out of the owners' slots, and credits each group."""
+
+    def __init__(self, context: Context) -> None:
+        config = context.config
+        assert isinstance(config, MemoryConfig)  # noqa: S101 - core validated it
+        self._context = context
+        self._directory = config.directory or default_directory()
+        if not self._directory.is_dir():
+            raise ConfigError(
+                f"memory option 'directory' {self._directory} doesn't exist: create it"
+            )
+        self._table: TensorTable | None = None
+        self._regions: tuple[Region, ...] = ()
+        self._layouts: dict[tuple[int, int], SlotLayout] = {}
+        self._segment: Segment | None = None
+        self._reads: dict[int, tuple[int, ...]] = {}
+        self._owners: dict[int, tuple[Segment, SenderInfo]] = {}
+        self._policy = Policy(0, 0)
+        remove_orphans(self._directory, context.session_id)
+
+    def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
+        self._table, self._regions = table, tuple(regions)
+        self._layouts = {}
+        group_of = {i: g for g, members in enumerate(table.groups) for i in members.tensors}
+        reads: dict[int, set[int]] = {}
+        for region in regions:
+            for shard in table.tensors[region.tensor].shards:
+                if _intersection(region, shard) is not None:
+                    reads.setdefault(shard.owner, set()).add(group_of[region.tensor])
+        self._reads = {owner: tuple(sorted(groups)) for owner, groups in reads.items()}
+        self._release_segment()
+        name = segment_name(
+            self._context.session_id, f"r-{self._context.member_id}-{self._context.rank}"
+        )
+        nbytes = PAGE + max(PAGE, 8 * table.world_size)
+        self._segment = Segment(self._directory / name, nbytes, create=True)
+
+    def describe(self) -> bytes:
+        segment = self._own()
+        return msgspec.msgpack.encode(ReaderInfo(str(segment.path), segment.nbytes, self._reads))
+
+    def begin(self, offer: Offer) -> None:
+        self._policy = offer.policy
+        self._own().give_up(None)
+        owners = {}
+        for owner in self._reads:
+            info = decode(offer.senders[owner], SenderInfo, f"sender rank {owner}")
+            self._check(owner, info)
+            known = self._owners.get(owner)
+            if known is not None and known[1] == info:
+                owners[owner] = known
+            else:
+                owners[owner] = (Segment(Path(info.path), info.nbytes, create=False), info)
+        self._owners = owners
+
+    def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
+        table = self._planned()
+        seals = []
+        owners = [owner for owner, groups in self._reads.items() if group in groups]
+        # Each receiver starts at a different owner.
+        turn = self._context.rank % max(1, len(owners))
+        for owner in owners[turn:] + owners[:turn]:
+            segment, info = self._owners[owner]
+            index = self._context.watch.until(
+                lambda s=segment, i=info: self._announced(s, i, group),  # type: ignore[misc]
+                f"announcement of group {group}",
+                lambda o=owner: [f"sender rank {o}"],  # type: ignore[misc]
+            )
+            seals.append(self._read(table, owner, index - 1, group, regions))
+        return seals
+
+    def finish(self) -> None:
+        """Every group has been credited as it was read."""
+
+    def abort(self, error: BaseException) -> None:
+        del error
+        if self._segment is not None:
+            self._segment.give_up(self._policy)
+
+    def close(self) -> None:
+        self._release_segment()
+        self._owners = {}
+
+    def _announced(self, segment: Segment, info: SenderInfo, group: int) -> int:
+        """One more than the index of the slot that holds the group, or 0."""
+        policy = self._policy
+        if segment.has_given_up(policy):
+            raise PeerLost(f"the sender gave up {policy}: its own error says why")
+        wanted = (policy.incarnation, policy.version, policy.attempt, group)
+        for index, header in enumerate(info.headers):
+            word = header // 8
+            if int(segment.words[word]) and wanted == tuple(
+                int(value) for value in segment.words[word + 1 : word + 5]
+            ):
+                return index + 1
+        return 0
+
+    def _read(
+        self,
+        table: TensorTable,
+        owner: int,
+        index: int,
+        group: int,
+        regions: Mapping[int, Tensor],
+    ) -> Seal:
+        segment, info = self._owners[owner]
+        word = info.headers[index] // 8
+        generation = int(segment.words[word])
+        layout = self._layouts.setdefault((group, owner), slot_layout(table, group, owner))
+        slot = segment.tensor(info.slots[index], layout.nbytes)
+        length = int(segment.words[word + 5])
+        if length > info.seal_bytes:
+            raise TransferError(f"sender rank {owner} sealed group {group} with {length} bytes")
+        seal = decode(segment.read(info.headers[index] + 64, length), Seal, f"sender rank {owner}")
+        with torch.no_grad():
+            for position, memory in regions.items():
+                region = self._regions[position]
+                shard = layout.shards.get(region.tensor)
+                box = _intersection(region, shard) if shard is not None else None
+                if shard is None or box is None:
+                    continue
+                _cut(memory, box, region.offsets).copy_(
+                    _cut(layout.places[region.tensor].view(slot), box, shard.offsets)
+                )
+        if int(segment.words[word]) != generation:
+            raise PeerLost(
+                f"sender rank {owner} reused the slot of group {group} while it was read: "
+                "this receiver was stopped for longer than its lease; receive the next version"
+            )
+        self._own().words[PAGE // 8 + owner] = generation
+        return seal
+
+    def _check(self, owner: int, info: SenderInfo) -> None:
+        table = self._planned()
+        needed = max(
+            (slot_layout(table, group, owner).nbytes for group in self._reads[owner]), default=0
+        )
+        ends = [*(h + 64 + info.seal_bytes for h in info.headers)]
+        ends += [slot + info.slot_bytes for slot in info.slots]
+        if (
+            len(info.headers) != len(info.slots)
+            or needed > info.slot_bytes
+            or max(ends) > info.nbytes
+            or any(header % 8 for header in info.headers)
+        ):
+            raise TransferError(
+                f"sender rank {owner} describes shared memory that doesn't fit the table: "
+                "run one weightwire version on both sides"
+            )
+
+    def _planned(self) -> TensorTable:
+        if self._table is None:
+            raise TransferError("the memory receiver has no plan: set_plan() comes first")
+        return self._table
+
+    def _own(self) -> Segment:
+        if self._segment is None:
+            raise TransferError("the memory receiver has no plan: set_plan() comes first")
+        return self._segment
+
+    def _release_segment(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _intersection(region: Region, shard: Shard) -> Box | None:
+    begin = tuple(max(a, b) for a, b in zip(region.offsets, shard.offsets, strict=True))
+    end = tuple(
+        min(a + m, b + n)
+        for a, m, b, n in zip(region.offsets, region.sizes, shard.offsets, shard.sizes, strict=True)
+    )
+    return None if any(b >= e for b, e in zip(begin, end, strict=True)) else (begin, end)
+
+
+def _cut(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
+    begin, end = box
+    slices = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
+    return tensor[slices] if slices else tensor

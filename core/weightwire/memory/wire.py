@@ -1,0 +1,54 @@
+"""What the two sides of the ``memory`` backend tell each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from weightwire.errors import TransferError
+
+__all__ = ["ReaderInfo", "SenderInfo", "decode"]
+
+_Name = Annotated[str, Meta(max_length=4096)]
+_Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+
+T = TypeVar("T")
+
+
+class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer rank's segment.
+
+    Attributes:
+        headers: first byte of each slot's header.
+        slots: first byte of each slot.
+        seal_bytes: room for a seal in a header.
+    """
+
+    path: _Name
+    nbytes: _Size
+    headers: Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=2)]
+    slots: Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=2)]
+    slot_bytes: _Size
+    seal_bytes: _Size
+
+
+class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An inference rank's segment, and which groups it reads from which owner."""
+
+    path: _Name
+    nbytes: _Size
+    reads: Annotated[
+        dict[int, Annotated[tuple[int, ...], Meta(max_length=1 << 24)]], Meta(max_length=1 << 20)
+    ]
+
+
+def decode(payload: bytes, kind: type[T], who: str) -> T:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(
+            f"{who} describes its shared memory in a way that can't be read ({error}): "
+            "run one weightwire version on both sides"
+        ) from error

@@ -1,0 +1,58 @@
+"""Options of senders and receivers that don't depend on the backend, validated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from weightwire.errors import ConfigError
+
+__all__ = ["ReceiverOptions", "SenderOptions", "make_options"]
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    token: str | None = None
+    overlap: bool = False
+    lease_ttl: Annotated[float, Field(ge=0.2, le=86400)] = 10.0
+    timeout: Seconds = 600.0
+    open_timeout: Seconds = 60.0
+
+
+class SenderOptions(_Options):
+    """See ``open_sender``."""
+
+    wire_dtype: str | None = None
+    keep_dtype: tuple[str, ...] = ()
+    group_bytes: int = Field(ge=8)
+    verify: Literal["off", "sample", "full"] = "sample"
+    resume_from: int | None = Field(default=None, ge=0)
+    min_receivers: int = Field(default=1, ge=1)
+    on_receiver_loss: Literal["fail", "continue"] = "fail"
+
+
+class ReceiverOptions(_Options):
+    """See ``open_receiver``."""
+
+
+O = TypeVar("O", bound=_Options)  # noqa: E741
+
+
+def make_options(kind: type[O], **values: Any) -> O:
+    """Validate; a wrong value is a ``ConfigError`` that names the argument."""
+    try:
+        return kind(**values)
+    except pydantic.ValidationError as error:
+        problems = [
+            f"{'.'.join(str(part) for part in problem['loc'])}={problem['input']!r}: "
+            f"{problem['msg'].lower()}"
+            for problem in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(problems)) from None

@@ -1,0 +1,286 @@
+"""The transfer pipeline: groups through staging, transport, verification and target.
+
+Core drives it once for every backend.  Memory is bounded by one slot of the
+largest group on each side; where a backend can take tensors where they lie, or
+land them where they belong, there is no slot at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
+from weightwire.deadline import Watch
+from weightwire.digest import Verify, box_digest, tensor_key
+from weightwire.errors import UnsupportedOperation, VerificationError
+from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
+from weightwire.report import Phases
+from weightwire.table import Region, TensorTable
+from weightwire.targets import WeightTarget
+
+__all__ = ["FetchPlan", "SendPlan", "combine"]
+
+_MASK = (1 << 64) - 1
+
+
+class _Scratch:
+    """One buffer that grows to what it must hold and is reused."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int, *, fresh: bool = False) -> Tensor:
+        if fresh:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffer
+
+    def release(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class SendPlan:
+    """What one trainer rank sends, group by group: made once per table."""
+
+    def __init__(self, table: TensorTable, rank: int) -> None:
+        self.table = table
+        self._groups: list[tuple[int, SlotLayout]] = []
+        for group in range(len(table.groups)):
+            layout = slot_layout(table, group, rank)
+            for i, shard in layout.shards.items():
+                if shard.sizes != table.tensors[i].shape:
+                    raise UnsupportedOperation(
+                        f"tensor {table.tensors[i].name!r} is cut into shards: "
+                        "sharded sources aren't supported yet"
+                    )
+            if layout.places:
+                self._groups.append((group, layout))
+        self._keys = [tensor_key(entry.name) for entry in table.tensors]
+        self.nbytes = sum(
+            place.nbytes for _, layout in self._groups for place in layout.places.values()
+        )
+        self._scratch = _Scratch()
+
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        transport: SenderTransport,
+        capabilities: Capabilities,
+        *,
+        version: int,
+        verify: Verify,
+        watch: Watch,
+        phases: Phases,
+    ) -> int:
+        """Move every group of this rank; returns the digest of what was sent.
+
+        Args:
+            tensors: this rank's tensor for each of the table's entries.
+        """
+        total = 0
+        for group, layout in self._groups:
+            watch.check(f"group {group}")
+            with phases.timed("wait"):
+                slot = transport.slot(group, layout.nbytes)
+            with phases.timed("stage"), torch.no_grad():
+                staged = self._stage(layout, tensors, slot, capabilities)
+            with phases.timed("verify"):
+                digests = self._digests(staged, verify, version)
+            with phases.timed("announce"):
+                transport.put(group, staged, Seal(digests))
+            total = (total + sum(digests.values())) & _MASK
+        with phases.timed("wait"):
+            transport.finish()
+        return total
+
+    def _stage(
+        self,
+        layout: SlotLayout,
+        tensors: Sequence[Tensor],
+        slot: Tensor | None,
+        capabilities: Capabilities,
+    ) -> dict[int, Tensor]:
+        staged: dict[int, Tensor] = {}
+        copies: list[tuple[int, Place]] = []
+        for i, place in layout.places.items():
+            tensor = tensors[i]
+            as_it_lies = (
+                slot is None
+                and tensor.dtype == place.dtype
+                and tensor.is_contiguous()
+                and tensor.device.type in capabilities.devices
+                # Lazily conjugated or negated views have other bits than values.
+                and not (tensor.is_conj() or tensor.is_neg())
+            )
+            if as_it_lies:
+                staged[i] = tensor
+            else:
+                copies.append((i, place))
+        if copies:
+            if slot is None:
+                kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
+                slot = self._scratch.take(size)
+                copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
+            views = [place.view(slot) for _, place in copies]
+            torch._foreach_copy_(views, [tensors[i] for i, _ in copies])
+            staged.update(zip((i for i, _ in copies), views, strict=True))
+        return staged
+
+    def _digests(
+        self, staged: Mapping[int, Tensor], verify: Verify, version: int
+    ) -> dict[int, int]:
+        if verify == "off":
+            return {}
+        return {
+            i: box_digest(
+                tensor,
+                key=self._keys[i],
+                shape=self.table.tensors[i].shape,
+                offsets=(0,) * tensor.dim(),
+                verify=verify,
+                version=version,
+            )
+            for i, tensor in staged.items()
+        }
+
+    def release(self) -> None:
+        """Give the staging buffer back."""
+        self._scratch.release()
+
+
+class FetchPlan:
+    """What one inference rank reads, group by group: made once per table."""
+
+    def __init__(self, table: TensorTable, regions: Sequence[Region]) -> None:
+        self.table = table
+        self.regions = tuple(regions)
+        by_tensor: dict[int, list[int]] = {}
+        for position, region in enumerate(self.regions):
+            by_tensor.setdefault(region.tensor, []).append(position)
+        self._groups: list[tuple[int, list[int]]] = []
+        for group, members in enumerate(table.groups):
+            positions = [p for i in members.tensors for p in by_tensor.get(i, ())]
+            if positions:
+                self._groups.append((group, positions))
+        self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
+        self._keys = {r.tensor: tensor_key(table.tensors[r.tensor].name) for r in self.regions}
+        self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
+        self._scratch = _Scratch()
+
+    def fetch(
+        self,
+        transport: ReceiverTransport,
+        target: WeightTarget,
+        capabilities: Capabilities,
+        *,
+        version: int,
+        verify: Verify,
+        watch: Watch,
+        phases: Phases,
+    ) -> int:
+        """Bring, verify and write every group; returns the digest of what arrived.
+
+        Raises:
+            VerificationError: a tensor isn't what its owner sealed.
+        """
+        total = 0
+        for group, positions in self._groups:
+            watch.check(f"group {group}")
+            memory, reused = self._memory(group, positions, transport, target, capabilities)
+            keep = reused if target.keeps_buffers else frozenset()
+            with phases.timed("fetch"):
+                seals = transport.fetch(group, memory)
+            with phases.timed("verify"):
+                total = (total + self._verify(memory, seals, verify, version)) & _MASK
+            with phases.timed("replay"):
+                target.write(group, self._named(memory, keep))
+        with phases.timed("commit"):
+            transport.finish()
+        return total
+
+    def _memory(
+        self,
+        group: int,
+        positions: Sequence[int],
+        transport: ReceiverTransport,
+        target: WeightTarget,
+        capabilities: Capabilities,
+    ) -> tuple[dict[int, Tensor], frozenset[int]]:
+        """Where each region of a group arrives, and which lie in a transport's slot."""
+        memory: dict[int, Tensor] = {}
+        if capabilities.lands_in_place:
+            for position in positions:
+                landing = target.landing(self.regions[position])
+                if landing is not None and landing.device.type in capabilities.devices:
+                    memory[position] = landing
+        rest = [position for position in positions if position not in memory]
+        places, nbytes = lay_out([self._parts[position] for position in rest])
+        if not rest:
+            return memory, frozenset()
+        slot = transport.slot(group, nbytes)
+        reused = frozenset(rest) if slot is not None else frozenset()
+        if slot is None:
+            slot = self._scratch.take(nbytes, fresh=target.keeps_buffers)
+        for position, place in zip(rest, places, strict=True):
+            memory[position] = place.view(slot)
+        return memory, reused
+
+    def _named(self, memory: Mapping[int, Tensor], copied: frozenset[int]) -> dict[str, Tensor]:
+        """Arrived tensors by name; those a target may keep are copied out of reused memory."""
+        return {
+            self.table.tensors[self.regions[position].tensor].name: (
+                tensor.clone() if position in copied else tensor
+            )
+            for position, tensor in memory.items()
+        }
+
+    def _verify(
+        self, memory: Mapping[int, Tensor], seals: Sequence[Seal], verify: Verify, version: int
+    ) -> int:
+        """Compare whole tensors with their owners' digests, from the receiver's own memory."""
+        if verify == "off":
+            return 0
+        expected: dict[int, int] = {}
+        for seal in seals:
+            for i, value in seal.digests.items():
+                expected[i] = (expected.get(i, 0) + value) & _MASK
+        total = 0
+        for position, tensor in memory.items():
+            region = self.regions[position]
+            entry = self.table.tensors[region.tensor]
+            arrived = box_digest(
+                tensor,
+                key=self._keys[region.tensor],
+                shape=entry.shape,
+                offsets=region.offsets,
+                verify=verify,
+                version=version,
+            )
+            total = (total + arrived) & _MASK
+            if region.sizes != entry.shape or tensor.numel() == 0:
+                continue  # a part's digest means something only together with its siblings'
+            if region.tensor not in expected:
+                raise VerificationError(
+                    f"tensor {entry.name!r} of version {version} came without a digest: "
+                    "run one weightwire version on both sides"
+                )
+            if arrived != expected[region.tensor]:
+                raise VerificationError(
+                    f"tensor {entry.name!r} of version {version} isn't what was sent (digest "
+                    f"{arrived:016x}, sealed {expected[region.tensor]:016x}): send it again"
+                )
+        return total
+
+    def release(self) -> None:
+        """Give the receive buffer back."""
+        self._scratch.release()
+
+
+def combine(digest: int, verify: Verify) -> str:
+    """A digest as reports show it."""
+    return "" if verify == "off" else f"{digest:016x}"

@@ -1,0 +1,303 @@
+"""Plug-ins: found by entry point, loaded one by one, checked before they are believed.
+
+A plug-in that fails to import, misspells a hook or returns the wrong thing hurts
+nobody but itself: the failure is kept, and raised when its name is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, TypeVar
+
+import pluggy
+
+from weightwire import hookspecs
+from weightwire.contract import API, Backend, BackendConfig, Capabilities
+from weightwire.errors import (
+    BackendNotFound,
+    BackendUnavailable,
+    ConfigError,
+    PluginError,
+    WeightWireError,
+)
+from weightwire.report import VersionRecord
+from weightwire.session.store import SessionScheme
+
+__all__ = ["ENTRY_POINT_GROUP", "Provided", "Registry", "registry"]
+
+log = logging.getLogger("weightwire.plugins")
+
+ENTRY_POINT_GROUP = "weightwire"
+PROBE_SECONDS = 20.0
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}\Z")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Provided:
+    """One thing that a plug-in provides, or why it doesn't.
+
+    Attributes:
+        name: backend name or URL scheme; the entry point's name when that isn't known.
+        distribution: ``name version`` of the distribution, for messages.
+        value: the backend or scheme; None when ``error`` says what is wrong.
+    """
+
+    name: str
+    distribution: str
+    value: Any
+    error: PluginError | None = None
+
+
+class Registry:
+    """All that is installed, plus what ``register`` adds in this process."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._backends: list[Provided] = []
+        self._schemes: list[Provided] = []
+        self._broken: list[Provided] = []
+
+    def load_entry_points(self) -> None:
+        """Load every entry point of the group; failures are kept by name."""
+        for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+            distribution = _describe(entry_point.dist)
+            try:
+                plugin = entry_point.load()
+            except Exception as error:
+                self._fail(
+                    entry_point.name,
+                    distribution,
+                    f"plug-in {entry_point.name!r} of {distribution} doesn't import "
+                    f"({type(error).__name__}: {error}): reinstall or remove it",
+                    error,
+                )
+                continue
+            self.register(plugin, entry_point.name, distribution)
+
+    def register(self, plugin: object, name: str, distribution: str = "this process") -> None:
+        """Add one plug-in; whatever is wrong with it is raised when its name is used."""
+        label = f"{name} ({distribution})"
+        try:
+            misspelt = [
+                hook
+                for hook in dir(plugin)
+                if hook.startswith("weightwire_") and not hasattr(self._manager.hook, hook)
+            ]
+            if misspelt:
+                raise PluginError(
+                    f"plug-in {name!r} of {distribution} implements unknown hook {misspelt[0]!r}: "
+                    f"the hooks are {', '.join(_hook_names())}"
+                )
+            self._manager.register(plugin, label)
+            self._manager.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            if self._manager.has_plugin(label):
+                self._manager.unregister(name=label)
+            self._fail(
+                name,
+                distribution,
+                f"plug-in {name!r} of {distribution} doesn't fit the hooks ({error}): upgrade it",
+                error,
+            )
+            return
+        except PluginError as error:
+            self._fail(name, distribution, str(error), None)
+            return
+        self._collect(plugin, name, distribution)
+
+    def _collect(self, plugin: object, name: str, distribution: str) -> None:
+        for hook, found, check in (
+            ("weightwire_describe_backend", self._backends, _check_backend),
+            ("weightwire_describe_session_scheme", self._schemes, _check_scheme),
+        ):
+            implementation = getattr(plugin, hook, None)
+            if implementation is None:
+                continue
+            try:
+                value = implementation()
+                found.append(Provided(check(value, distribution), distribution, value))
+            except PluginError as error:
+                self._fail(name, distribution, str(error), error)
+            except Exception as error:
+                self._fail(
+                    name,
+                    distribution,
+                    f"plug-in {name!r} of {distribution} failed in {hook} "
+                    f"({type(error).__name__}: {error}): upgrade or remove it",
+                    error,
+                )
+
+    def _fail(
+        self, name: str, distribution: str, message: str, cause: BaseException | None
+    ) -> None:
+        error = PluginError(message)
+        error.__cause__ = cause
+        log.debug("%s", message)
+        self._broken.append(Provided(name, distribution, None, error))
+
+    # -------------------------------------------------------------------- selection
+
+    def backend(self, name: str) -> Backend:
+        """The backend of this name, importable but not yet probed.
+
+        Raises:
+            BackendNotFound: nothing installed has this name.
+            PluginError: its plug-in is broken, or two distributions claim the name.
+        """
+        value: Backend = self._select(self._backends, name, "backend", BackendNotFound)
+        return value
+
+    def session_scheme(self, scheme: str) -> SessionScheme:
+        """The session-store scheme of this name."""
+        value: SessionScheme = self._select(self._schemes, scheme, "session scheme", ConfigError)
+        return value
+
+    def backends(self) -> list[Provided]:
+        """Everything that is or wants to be a backend, by name; broken plug-ins included."""
+        return sorted(
+            [*self._backends, *self._broken], key=lambda item: (item.name, item.distribution)
+        )
+
+    def backend_names(self) -> list[str]:
+        return sorted({item.name for item in self._backends})
+
+    def notify(self, hook: str, record: VersionRecord) -> None:
+        """Call an observer hook; what observers raise is logged and goes no further."""
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            try:
+                implementation.function(**{"record": record} if implementation.argnames else {})
+            except Exception:
+                log.exception("observer %s failed", implementation.plugin_name)
+
+    def unregister(self, name: str, distribution: str = "this process") -> None:
+        """Take back what ``register`` added."""
+        label = f"{name} ({distribution})"
+        if self._manager.has_plugin(label):
+            self._manager.unregister(name=label)
+        for found in (self._backends, self._schemes, self._broken):
+            found[:] = [item for item in found if item.distribution != distribution]
+
+    def _select(
+        self, found: list[Provided], name: str, what: str, missing: type[ConfigError]
+    ) -> Any:
+        matches = [item for item in found if item.name == name]
+        if len(matches) > 1:
+            claimants = " and by ".join(match.distribution for match in matches)
+            raise PluginError(f"{what} {name!r} is claimed by {claimants}: uninstall one of them")
+        if matches:
+            return matches[0].value
+        for item in self._broken:
+            if item.name == name and item.error is not None:
+                raise item.error
+        installed = ", ".join(sorted({item.name for item in found})) or "none"
+        broken = "".join(f"\nnot loaded: {item.error}" for item in self._broken)
+        raise missing(f"no {what} {name!r} is installed; installed: {installed}{broken}")
+
+
+@functools.cache
+def registry() -> Registry:
+    """The process's registry, filled from entry points on first use."""
+    loaded = Registry()
+    loaded.load_entry_points()
+    return loaded
+
+
+def probe(backend: Backend, seconds: float = PROBE_SECONDS) -> None:
+    """Run a backend's probe, but not for longer than ``seconds``.
+
+    Raises:
+        BackendUnavailable: it can't run here, or its probe failed or hangs.
+    """
+    _within(
+        backend.probe,
+        seconds,
+        BackendUnavailable(
+            f"backend {backend.name!r} didn't finish its probe within {seconds:g} s: "
+            "its library hangs on this machine"
+        ),
+        lambda error: BackendUnavailable(
+            f"backend {backend.name!r} can't run here ({type(error).__name__}: {error})"
+        ),
+    )
+
+
+def _within(
+    work: Callable[[], None],
+    seconds: float,
+    timeout: WeightWireError,
+    translate: Callable[[Exception], WeightWireError],
+) -> None:
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="weightwire-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise timeout
+    if failure:
+        error = failure[0]
+        if isinstance(error, WeightWireError) or not isinstance(error, Exception):
+            raise error
+        raise translate(error) from error
+
+
+def _check_backend(value: object, distribution: str) -> str:
+    if not isinstance(value, Backend):
+        raise PluginError(
+            f"weightwire_describe_backend of {distribution} returned a {type(value).__name__}: "
+            "return a weightwire.contract.Backend"
+        )
+    name = getattr(value, "name", None)
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise PluginError(f"backend name {name!r} of {distribution} isn't [a-z][a-z0-9_.-]*")
+    if value.api != API:
+        raise PluginError(
+            f"backend {name!r} of {distribution} was written for contract {value.api!r}, "
+            f"this weightwire has {API}: install versions that match"
+        )
+    config = getattr(value, "config", None)
+    if not (isinstance(config, type) and issubclass(config, BackendConfig)):
+        raise PluginError(
+            f"backend {name!r} of {distribution} has config {config!r}: "
+            "subclass weightwire.contract.BackendConfig, a pydantic model"
+        )
+    if not isinstance(getattr(value, "capabilities", None), Capabilities):
+        raise PluginError(f"backend {name!r} of {distribution} declares no Capabilities")
+    return name
+
+
+def _check_scheme(value: object, distribution: str) -> str:
+    if not isinstance(value, SessionScheme):
+        raise PluginError(
+            f"weightwire_describe_session_scheme of {distribution} returned a "
+            f"{type(value).__name__}: return a weightwire.session.SessionScheme"
+        )
+    scheme = getattr(value, "scheme", None)
+    if not isinstance(scheme, str) or not _NAME.match(scheme):
+        raise PluginError(f"session scheme {scheme!r} of {distribution} isn't [a-z][a-z0-9_.-]*")
+    return scheme
+
+
+def _describe(distribution: metadata.Distribution | None) -> str:
+    if distribution is None:
+        return "an unknown distribution"
+    return f"{distribution.metadata['Name']} {distribution.version}"
+
+
+def _hook_names() -> list[str]:
+    return sorted(name for name in dir(hookspecs) if name.startswith("weightwire_"))

@@ -1,0 +1,111 @@
+"""What a call tells about the version it moved."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["PHASES", "Phases", "Report", "VersionRecord"]
+
+PHASES = (
+    "offer",
+    "ready",
+    "stage",
+    "announce",
+    "wait",
+    "fetch",
+    "replay",
+    "finalize",
+    "verify",
+    "commit",
+)
+"""The one vocabulary of phases, in the order in which they occur:
+
+======== ====================================================================
+offer    the version is offered, or waited for
+ready    the roster plans and answers ``receiver_ready``
+stage    tensors are cast and copied into slots
+announce bytes are handed to the transport: written, posted, announced
+wait     for credits, for the peer's announcement, for ``started``
+fetch    bytes arrive
+verify   digests are computed and compared
+replay   arrived tensors are written into the target
+finalize post-load processing, derived tensors
+commit   the outcome is agreed on and recorded
+======== ====================================================================
+"""
+
+
+class Phases:
+    """Seconds by phase; phases that didn't occur are absent."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - began)
+
+    def add(self, phase: str, seconds: float) -> None:
+        if phase not in PHASES:
+            raise ValueError(f"{phase!r} isn't in the vocabulary of phases")
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """One version, as this rank saw it.
+
+    Attributes:
+        nbytes: payload of this rank: sent by it, or read by it.
+        seconds: wall time of the call (for a receiver: from the offer on).
+        phases: seconds by phase, keys of ``PHASES``.
+        digest: hex digest of what this rank sent or received; empty with ``verify="off"``.
+        path: which way the bytes took, and why.
+        roster: receivers to which the version was offered.
+    """
+
+    role: Literal["sender", "receiver"]
+    backend: str
+    version: int
+    attempt: int
+    incarnation: int
+    nbytes: int
+    seconds: float
+    phases: dict[str, float]
+    digest: str
+    path: str
+    roster: tuple[str, ...] = ()
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (10**9 bytes) a second over the whole call."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gbps": self.gbps}
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """What observers get, once per version and side.
+
+    Attributes:
+        member_id: ``"sender"``, or the receiver's id.
+        error: why the version was aborted, or None.
+        report: present when it wasn't.
+    """
+
+    session_url: str
+    role: Literal["sender", "receiver"]
+    member_id: str
+    version: int
+    report: Report | None = None
+    error: BaseException | None = field(default=None, compare=False)

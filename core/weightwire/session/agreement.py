@@ -1,0 +1,129 @@
+"""Agreement among the ranks of one side, over the session.
+
+Every rank hands in a report; rank 0 collects them and writes them out again;
+every rank reads the same list and so comes to the same end: an error on one is
+raised on all, or on none.  The host's process groups are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightwire.errors import WeightWireError
+from weightwire.session import keys
+from weightwire.session.membership import Member
+from weightwire.session.records import ErrorInfo, RankReport, RankReports
+from weightwire.session.session import Session
+from weightwire.waiting import Steps, Waiting
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """The ranks of one side, in lockstep.
+
+    Args:
+        member: the side's incarnation.
+        rank: this process's rank in it.
+    """
+
+    def __init__(self, session: Session, member: Member, rank: int) -> None:
+        self._session = session
+        self._member = member
+        self._rank = rank
+        self._round = 0
+        self.world_size = member.record.world_size
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+    def next_round(self) -> None:
+        """Begin a call; every rank makes the same calls in the same order."""
+        self._round += 1
+        if self._rank == 0 and self._round > 2 and not self.alone:
+            # Everybody has left the round before the last: it was needed to enter the last.
+            self._session.delete_tree(self._key(self._round - 2))
+
+    def gather(self, step: str, report: RankReport) -> Steps[tuple[RankReport, ...]]:
+        """All ranks' reports of one step, in rank order, the same on every rank."""
+        if self.alone:
+            return (report,)
+        if self._rank == 0:
+            reports = {0: report}
+            while missing := set(range(self.world_size)) - reports.keys():
+                for rank in sorted(missing):
+                    found = self._session.read(self._key(self._round, step, str(rank)), RankReport)
+                    if found is not None:
+                        reports[rank] = found
+                if len(reports) < self.world_size:
+                    yield self._waiting(step, set(range(self.world_size)) - reports.keys())
+            together = RankReports(tuple(reports[rank] for rank in range(self.world_size)))
+            self._session.write(self._key(self._round, step, "all"), together)
+            return together.reports
+        self._session.write(self._key(self._round, step, str(self._rank)), report)
+        while True:
+            all_reports = self._session.read(self._key(self._round, step, "all"), RankReports)
+            if all_reports is not None:
+                return all_reports.reports
+            yield self._waiting(step, {0})
+
+    def agree(
+        self, step: str, payload: bytes, error: BaseException | None
+    ) -> Steps[tuple[bytes, ...]]:
+        """All ranks' payloads; or, on every rank, the first rank's error.
+
+        Raises:
+            WeightWireError: this rank's own error as it is, or another rank's by name.
+        """
+        info = None if error is None else ErrorInfo.of(error)
+        reports = yield from self.gather(step, RankReport(payload, info))
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report.error is not None:
+                raise report.error.to_error(f"{self._name} rank {rank}")
+        return tuple(report.payload for report in reports)
+
+    def tell(self, step: str, payload: bytes, error: BaseException | None = None) -> None:
+        """Rank 0: hand its decision to the other ranks."""
+        if not self.alone:
+            info = None if error is None else ErrorInfo.of(error)
+            self._session.write(self._key(self._round, step, "0"), RankReport(payload, info))
+
+    def hear(self, step: str) -> Steps[bytes]:
+        """Other ranks: rank 0's decision, or its error."""
+        while True:
+            report = self._session.read(self._key(self._round, step, "0"), RankReport)
+            if report is not None:
+                if report.error is not None:
+                    raise self.to_error(report.error)
+                return report.payload
+            yield self._waiting(step, {0})
+
+    def acknowledge(self, step: str) -> None:
+        """Other ranks: tell rank 0 that no more is read from the session in this round."""
+        if self._rank != 0:
+            self._session.write(self._key(self._round, step, str(self._rank)), RankReport())
+
+    def acknowledged(self, step: str) -> Steps[None]:
+        """Rank 0: wait until every other rank has acknowledged."""
+        wanted = set(range(1, self.world_size))
+        while missing := wanted - set(self._session.numbers(self._key(self._round, step))):
+            yield self._waiting(step, missing)
+
+    def to_error(self, info: ErrorInfo) -> WeightWireError:
+        return info.to_error(f"{self._name} rank 0")
+
+    @property
+    def _name(self) -> str:
+        return self._member.record.member_id
+
+    def _key(self, number: int, *rest: str) -> str:
+        return keys.agree(self._member.kind, self._member.incarnation, f"{number:09d}", *rest)
+
+    def _waiting(self, step: str, missing: set[int] | Sequence[int]) -> Waiting:
+        return Waiting(
+            f"agreement {step!r} of {self._name!r}",
+            tuple(f"{self._name} rank {rank}" for rank in sorted(missing)),
+        )

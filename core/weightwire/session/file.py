@@ -1,0 +1,189 @@
+"""``file:///shared/run42``: a session in a directory on a shared filesystem."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+from urllib.parse import unquote
+
+from weightwire.errors import ConfigError, SessionError
+from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
+
+__all__ = ["FileScheme", "FileStore"]
+
+_RECORDS = "records"
+_MAX_VALUE = 256 << 20
+
+
+class FileStore(SessionStore):
+    """One file a record, replaced by rename, created by hard link.
+
+    Both are atomic on local filesystems and on NFS.  Directories are made with
+    mode 0700 and files with 0600: the members of a session run as one user.
+    Opening is by listing and reading, never by a cached ``stat``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.url = f"file://{directory}"
+        self._records = directory / _RECORDS
+        if not directory.parent.is_dir():
+            raise SessionError(
+                f"session directory {directory}: its parent doesn't exist; "
+                "create it, or mount the shared filesystem"
+            )
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            self._records.mkdir(mode=0o700, exist_ok=True)
+            probe = self._records / f".probe-{secrets.token_hex(6)}"
+            probe.touch(mode=0o600)
+            probe.unlink()
+        except OSError as error:
+            raise SessionError(
+                f"session directory {directory} can't be written ({_reason(error)}): "
+                "fix its permissions or choose another"
+            ) from error
+
+    def get(self, key: str) -> bytes | None:
+        path = self._records / key
+        try:
+            with path.open("rb") as file:
+                return file.read(_MAX_VALUE)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return None
+            raise self._error("read", key, error) from error
+
+    def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
+        path = self._records / key
+        try:
+            temporary = self._write_temporary(path, value, durable)
+            temporary.replace(path)
+            if durable:
+                _sync_directory(path.parent)
+        except OSError as error:
+            raise self._error("write", key, error) from error
+
+    def create(self, key: str, value: bytes) -> bool:
+        path = self._records / key
+        try:
+            temporary = self._write_temporary(path, value, durable=True)
+            try:
+                path.hardlink_to(temporary)
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_directory(path.parent)
+        except OSError as error:
+            raise self._error("create", key, error) from error
+        return True
+
+    def delete(self, key: str) -> None:
+        try:
+            (self._records / key).unlink(missing_ok=True)
+        except (NotADirectoryError, IsADirectoryError):
+            return
+        except OSError as error:
+            raise self._error("delete", key, error) from error
+
+    def children(self, prefix: str) -> list[str]:
+        try:
+            names = os.listdir(self._records / prefix)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return []
+            raise self._error("list", prefix, error) from error
+        return sorted(name for name in names if not name.startswith("."))
+
+    def delete_tree(self, prefix: str) -> None:
+        path = self._records / prefix
+        try:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        except NotADirectoryError:
+            return
+        except OSError as error:
+            raise self._error("delete", prefix, error) from error
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _write_temporary(self, path: Path, value: bytes, durable: bool) -> Path:
+        _make_directories(path.parent, self._records)
+        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            view = memoryview(value)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            if durable:
+                os.fsync(descriptor)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return temporary
+
+    def _error(self, verb: str, key: str, error: OSError) -> SessionError:
+        return SessionError(
+            f"session {self.url}: can't {verb} record {key!r} ({_reason(error)}): "
+            "check that the filesystem is mounted, writable and not full"
+        )
+
+
+class FileScheme(SessionScheme):
+    """``file:///absolute/path``."""
+
+    scheme = "file"
+    summary = "a directory on a filesystem that all members share"
+
+    def open(self, request: OpenRequest) -> FileStore:
+        url = request.url
+        if url.netloc not in ("", "localhost"):
+            raise ConfigError(
+                f"session URL {url.geturl()!r} names host {url.netloc!r}: "
+                "write file:///absolute/path, with three slashes"
+            )
+        path = Path(unquote(url.path))
+        if os.name == "nt":
+            path = Path(unquote(url.path).lstrip("/"))
+        if not path.is_absolute() or path == Path(path.anchor):
+            raise ConfigError(
+                f"session URL {url.geturl()!r} names no directory: write file:///absolute/path"
+            )
+        return FileStore(path)
+
+
+def _make_directories(path: Path, root: Path) -> None:
+    """``mkdir -p`` below ``root`` that tolerates a concurrent ``delete_tree``."""
+    if path.is_dir():
+        return
+    if path != root:
+        _make_directories(path.parent, root)
+    path.mkdir(mode=0o700, exist_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

@@ -1,0 +1,310 @@
+"""Session records: typed bodies in one authenticated envelope.
+
+A record is JSON.  The envelope holds the schema number, the session it belongs
+to, who wrote it, a sequence number that rises with each of that writer's
+records, the body, and an HMAC-SHA256 over all of it and the record's key where
+there is a token.  Bodies are decoded into the types below and nothing else;
+nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from weightwire import errors
+from weightwire.contract import Offer, Policy
+from weightwire.errors import AuthenticationError, PeerLost, SessionError, WeightWireError
+
+__all__ = [
+    "Applied",
+    "Codec",
+    "Closed",
+    "ErrorInfo",
+    "Lease",
+    "MAX_RECORD",
+    "MemberRecord",
+    "OfferRecord",
+    "Outcome",
+    "RankReport",
+    "RankReports",
+    "Reading",
+    "Ready",
+    "Record",
+    "Retired",
+    "SessionRecord",
+    "Started",
+    "Status",
+]
+
+SCHEMA = 1
+MAX_RECORD = 64 << 20
+"""Bytes of the largest record that is read."""
+
+Text = Annotated[str, Meta(max_length=64 << 10)]
+Name = Annotated[str, Meta(max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all record bodies."""
+
+
+class SessionRecord(Record, frozen=True):
+    """Written once, by whoever comes first."""
+
+    id: Name
+    created: float
+
+
+class MemberRecord(Record, frozen=True):
+    """A trainer incarnation or a replica incarnation has joined.
+
+    Attributes:
+        process: identity of the process on its host, see ``process.py``.
+        resume_from: a sender's last version of earlier incarnations that stays readable.
+    """
+
+    member_id: Name
+    incarnation: Count
+    world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    backend: Name
+    lease_ttl: Annotated[float, Meta(gt=0, le=86400)]
+    host: Name
+    pid: Count
+    process: Name
+    created: float
+    nonce: Name
+    resume_from: Count | None = None
+
+
+class Closed(Record, frozen=True):
+    """The member left in good order."""
+
+
+class Lease(Record, frozen=True):
+    """Alive as long as the counter changes; judged on the observer's own clock."""
+
+    counter: Count
+
+
+class ErrorInfo(Record, frozen=True):
+    """An error of another process, by its name in the tree."""
+
+    type: Name
+    message: Text
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        message = str(error) or type(error).__name__
+        return cls(type(error).__name__[:256], message[: 16 << 10])
+
+    def to_error(self, who: str) -> WeightWireError:
+        """The same class of the tree, or ``PeerLost`` for anything else."""
+        kind = getattr(errors, self.type, None)
+        if isinstance(kind, type) and issubclass(kind, WeightWireError):
+            return kind(f"{who}: {self.message}")
+        return PeerLost(f"{who} failed with {self.type}: {self.message}")
+
+
+class Status(Record, frozen=True):
+    """What a replica serves right now; written before the first byte changes, and after."""
+
+    state: Literal["idle", "installing", "serving", "tainted", "left"]
+    serving: Policy | None = None
+    error: ErrorInfo | None = None
+    digest: Name = ""
+
+
+class OfferRecord(Record, frozen=True):
+    """``sender_ready``."""
+
+    offer: Offer
+    backend: Name
+    nbytes: Count
+    waits_for: Literal["applied", "published"]
+    created: float
+
+
+class Ready(Record, frozen=True):
+    """``receiver_ready``, or declined."""
+
+    incarnation: Count
+    transports: Annotated[tuple[bytes, ...], Meta(max_length=1 << 20)] = ()
+    declined: ErrorInfo | None = None
+
+
+class Started(Record, frozen=True):
+    """``started``."""
+
+    readers: Annotated[tuple[str, ...], Meta(max_length=1 << 20)] = ()
+
+
+class Applied(Record, frozen=True):
+    """``receiver_applied``, or failed."""
+
+    incarnation: Count
+    nbytes: Count = 0
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
+    digest: Name = ""
+    error: ErrorInfo | None = None
+    tainted: bool = False
+
+
+class Outcome(Record, frozen=True):
+    """``finished`` when there is no error, else ``aborted``."""
+
+    error: ErrorInfo | None = None
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
+    created: float = 0.0
+
+
+class Reading(Record, frozen=True):
+    """A receiver reads this version: don't delete it."""
+
+    incarnation: Count
+    policy: Policy
+
+
+class Retired(Record, frozen=True):
+    """No reader may start on this version any more."""
+
+
+class RankReport(Record, frozen=True):
+    """One rank's part of an agreement."""
+
+    payload: bytes = b""
+    error: ErrorInfo | None = None
+
+
+class RankReports(Record, frozen=True):
+    """All ranks' parts, as rank 0 collected them."""
+
+    reports: Annotated[tuple[RankReport, ...], Meta(max_length=1 << 20)]
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: int
+    kind: Name
+    session: Name
+    writer: Name
+    sequence: Count
+    body: msgspec.Raw
+    mac: Name = ""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Codec:
+    """Seals and opens the records of one member.
+
+    Args:
+        token: shared secret of the session, or None.
+
+    Raises:
+        AuthenticationError: the token is empty.
+    """
+
+    def __init__(self, token: str | None) -> None:
+        if token is not None and not token.strip():
+            raise AuthenticationError(
+                "the session token is empty: unset WEIGHTWIRE_TOKEN or give it a secret"
+            )
+        self._key = hashlib.sha256(token.encode()).digest() if token else None
+        self._writer = secrets.token_hex(8)
+        self._sequence = itertools.count(1)
+        self.session_id = ""
+
+    @property
+    def authenticates(self) -> bool:
+        return self._key is not None
+
+    def seal(self, key: str, record: Record) -> bytes:
+        """Encode a record for the place ``key``."""
+        body = msgspec.json.encode(record)
+        envelope = _Envelope(
+            schema=SCHEMA,
+            kind=type(record).__name__,
+            session=self.session_id,
+            writer=self._writer,
+            sequence=next(self._sequence),
+            body=msgspec.Raw(body),
+        )
+        sealed = msgspec.structs.replace(envelope, mac=self._mac(key, envelope))
+        return msgspec.json.encode(sealed)
+
+    def open(self, key: str, payload: bytes, kind: type[R], *, any_session: bool = False) -> R:
+        """Decode the record found at ``key``.
+
+        Args:
+            any_session: accept a record of another session than ours.
+
+        Raises:
+            AuthenticationError: its HMAC is missing or wrong for our token.
+            SessionError: malformed, of another kind, or of another session.
+        """
+        if len(payload) > MAX_RECORD:
+            raise SessionError(f"record {key!r} has {len(payload)} bytes: more than {MAX_RECORD}")
+        try:
+            envelope = msgspec.json.decode(payload, type=_Envelope)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise SessionError(
+                f"record {key!r} can't be read ({error}): "
+                "is something else writing to this session?"
+            ) from error
+        if envelope.schema != SCHEMA:
+            raise SessionError(
+                f"record {key!r} has schema {envelope.schema}, this weightwire writes {SCHEMA}: "
+                "run one version on all members"
+            )
+        self._authenticate(key, envelope)
+        if not any_session and envelope.session != self.session_id:
+            raise SessionError(
+                f"record {key!r} belongs to session {envelope.session!r}, not to "
+                f"{self.session_id!r}: the session was made anew, open it again"
+            )
+        if envelope.kind != kind.__name__:
+            raise SessionError(f"record {key!r} is a {envelope.kind}, not a {kind.__name__}")
+        try:
+            return msgspec.json.decode(envelope.body, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise SessionError(f"record {key!r} is malformed: {error}") from error
+
+    def _authenticate(self, key: str, envelope: _Envelope) -> None:
+        if self._key is None:
+            if envelope.mac:
+                raise AuthenticationError(
+                    f"record {key!r} is signed, and this process has no token: set WEIGHTWIRE_TOKEN"
+                )
+            return
+        if not envelope.mac:
+            raise AuthenticationError(
+                f"record {key!r} isn't signed: set WEIGHTWIRE_TOKEN on the process that wrote it"
+            )
+        if not hmac.compare_digest(envelope.mac, self._mac(key, envelope)):
+            raise AuthenticationError(
+                f"record {key!r} was signed with another token: "
+                "give all members the same WEIGHTWIRE_TOKEN"
+            )
+
+    def _mac(self, key: str, envelope: _Envelope) -> str:
+        if self._key is None:
+            return ""
+        parts: list[Any] = [
+            key,
+            envelope.schema,
+            envelope.kind,
+            envelope.session,
+            envelope.writer,
+            envelope.sequence,
+        ]
+        # A JSON list delimits its parts unambiguously; the body follows as it travels.
+        message = msgspec.json.encode(parts) + bytes(envelope.body)
+        return hmac.new(self._key, message, hashlib.sha256).hexdigest()

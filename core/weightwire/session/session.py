@@ -1,0 +1,156 @@
+"""A session: a store, a codec, and an identity."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from weightwire.deadline import Deadline
+from weightwire.errors import ConfigError, SessionError
+from weightwire.session import keys
+from weightwire.session.records import Codec, Record, SessionRecord
+from weightwire.session.store import OpenRequest, SessionStore
+
+__all__ = ["Session", "TOKEN_VARIABLE"]
+
+TOKEN_VARIABLE = "WEIGHTWIRE_TOKEN"  # noqa: S105 - the variable's name
+_PART = 2 << 20
+_MAX_PARTS = 1 << 12
+
+R = TypeVar("R", bound=Record)
+
+
+class Session:
+    """Typed access to a session's records.
+
+    Args:
+        store: where they are kept.
+        token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
+    """
+
+    def __init__(self, store: SessionStore, token: str | None) -> None:
+        self.store = store
+        self._codec = Codec(token)
+        self.id = self._join()
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        deadline: Deadline,
+        serve: bool = False,
+        token: str | None = None,
+    ) -> Session:
+        """Open a session by URL.
+
+        Args:
+            url: ``file:///directory``, ``tcp://host:port/name``, or another installed scheme.
+            deadline: for connecting.
+            serve: this process serves the store, where the scheme has a server in a member.
+            token: shared secret; by default ``WEIGHTWIRE_TOKEN``.
+
+        Raises:
+            ConfigError: the URL or its scheme is unknown or malformed.
+            AuthenticationError: wrong, empty or one-sided token.
+            SessionError: it can't be reached or written.
+        """
+        from weightwire.plugins import registry  # the registry loads the schemes, which load us
+
+        token = os.environ.get(TOKEN_VARIABLE) if token is None else token
+        authenticated = Codec(token).authenticates
+        parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or not parts.scheme:
+            raise ConfigError(
+                f"session {url!r} is no URL: write file:///directory or tcp://host:port/name"
+            )
+        scheme = registry().session_scheme(parts.scheme)
+        store = scheme.open(OpenRequest(parts, serve, authenticated, deadline))
+        try:
+            return cls(store, token)
+        except BaseException:
+            store.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def read(self, key: str, kind: type[R]) -> R | None:
+        """The record at ``key``, authenticated and decoded, or None."""
+        payload = self.store.get(key)
+        return None if payload is None else self._codec.open(key, payload, kind)
+
+    def write(self, key: str, record: Record, *, durable: bool = True) -> None:
+        self.store.put(keys.validate_key(key), self._codec.seal(key, record), durable=durable)
+
+    def create(self, key: str, record: Record) -> bool:
+        """Write ``key`` only if it is absent; True for exactly one caller."""
+        return self.store.create(keys.validate_key(key), self._codec.seal(key, record))
+
+    def delete(self, key: str) -> None:
+        self.store.delete(keys.validate_key(key))
+
+    def delete_tree(self, prefix: str) -> None:
+        self.store.delete_tree(keys.validate_key(prefix))
+
+    def children(self, prefix: str) -> list[str]:
+        return self.store.children(prefix)
+
+    def numbers(self, prefix: str) -> list[int]:
+        """Those children of ``prefix`` that are numbers, rising."""
+        return sorted(int(name) for name in self.children(prefix) if name.isdigit())
+
+    def put_blob(self, payload: bytes) -> str:
+        """Store bytes under their digest; returns it.  Bytes already there aren't written again."""
+        digest = hashlib.blake2b(payload, digest_size=16).hexdigest()
+        prefix = keys.table(digest)
+        pieces = [payload[at : at + _PART] for at in range(0, len(payload), _PART)] or [b""]
+        if len(pieces) > _MAX_PARTS:
+            raise SessionError(f"{len(payload)} bytes are too many for a session record")
+        if f"{len(pieces) - 1:04d}.last" in self.children(prefix):
+            return digest
+        for i, piece in enumerate(pieces):
+            # The name of the last part says that it is the last, and it is written last.
+            name = f"{i:04d}.last" if i == len(pieces) - 1 else f"{i:04d}"
+            self.store.put(f"{prefix}/{name}", piece)
+        return digest
+
+    def get_blob(self, digest: str) -> bytes | None:
+        """The bytes with this digest, or None when they aren't (wholly) there."""
+        prefix = keys.table(keys.validate_key(digest))
+        names = self.children(prefix)
+        if not names or len(names) > _MAX_PARTS or not names[-1].endswith(".last"):
+            return None
+        pieces = [self.store.get(f"{prefix}/{name}") for name in names]
+        payload = b"".join(piece for piece in pieces if piece is not None)
+        if hashlib.blake2b(payload, digest_size=16).hexdigest() != digest:
+            return None
+        return payload
+
+    def is_replaced(self) -> bool:
+        """True when the store now holds another session than the one that was opened."""
+        payload = self.store.get(keys.SESSION)
+        return payload is None or self._peek(payload).id != self.id
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _peek(self, payload: bytes) -> SessionRecord:
+        return self._codec.open(keys.SESSION, payload, SessionRecord, any_session=True)
+
+    def _join(self) -> str:
+        record = SessionRecord(id=secrets.token_hex(8), created=time.time())
+        if (payload := self.store.get(keys.SESSION)) is None:
+            self.store.create(keys.SESSION, self._codec.seal(keys.SESSION, record))
+            payload = self.store.get(keys.SESSION)
+        if payload is None:
+            raise SessionError(
+                f"session {self.url} lost its first record: is something deleting it?"
+            )
+        self._codec.session_id = self._peek(payload).id
+        return self._codec.session_id

@@ -1,0 +1,92 @@
+"""The session store: a small, slow, durable map from keys to bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import SplitResult
+
+from weightwire.deadline import Deadline
+
+__all__ = ["OpenRequest", "SessionScheme", "SessionStore"]
+
+
+class SessionStore(ABC):
+    """Where a session's records are kept.
+
+    Every operation is atomic and returns within seconds or raises
+    ``SessionError`` with the address and the remedy.  Operations may be called
+    from several threads.  Keys have been validated (``keys.validate_key``).
+    """
+
+    url: str
+    directory: Path | None = None
+    """The session's directory, for stores that are one; backends may keep versions there."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value at ``key``, or None."""
+
+    @abstractmethod
+    def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
+        """Replace the value at ``key``: readers see the old one or the new one, whole.
+
+        Args:
+            durable: if False, the value may be lost with the machine (leases).
+        """
+
+    @abstractmethod
+    def create(self, key: str, value: bytes) -> bool:
+        """Set ``key`` only if it is absent; of several callers exactly one gets True."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove ``key`` if it is there."""
+
+    @abstractmethod
+    def children(self, prefix: str) -> list[str]:
+        """Sorted next components of all keys below ``prefix``."""
+
+    @abstractmethod
+    def delete_tree(self, prefix: str) -> None:
+        """Remove ``prefix`` and every key below it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the connection; the records stay.  Idempotent."""
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """What a scheme is asked to open.
+
+    Attributes:
+        url: the session URL in parts.
+        serve: if True, this process is the one that serves the store, where the
+            scheme has a server in a member (the sender's rank 0 of ``tcp``).
+        authenticated: whether the session has a token.
+        deadline: for connecting.
+    """
+
+    url: SplitResult
+    serve: bool
+    authenticated: bool
+    deadline: Deadline
+
+
+class SessionScheme(ABC):
+    """A URL scheme for sessions, as a plug-in describes it."""
+
+    scheme: ClassVar[str]
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def open(self, request: OpenRequest) -> SessionStore:
+        """Open the store.
+
+        Raises:
+            ConfigError: the URL is malformed.
+            SessionError: it can't be reached, created or written.
+        """

@@ -1,0 +1,242 @@
+"""``tcp://trainer0:29400/run42``: a session in torch's TCPStore, served by the sender.
+
+TCPStore has no access control of its own: whoever reaches the port can read and
+delete records, but can't forge them where there is a token.  So without a token
+it listens on loopback only, and a deleted record is noticed, not prevented.  It
+would listen on all interfaces unless handed a socket that is already bound,
+which also keeps the port from being taken between probing and use.
+
+Its operations have no deadline of their own when the server is stopped.  Each
+connection therefore has one thread that runs them; an operation that isn't
+answered in time is an error, and the connection is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
+
+from weightwire.deadline import Deadline
+from weightwire.errors import ConfigError, SessionError
+from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
+
+__all__ = ["TcpScheme", "TcpStore"]
+
+log = logging.getLogger("weightwire.session")
+
+T = TypeVar("T")
+
+_ABSENT = "\x00absent"
+_OPERATION_SECONDS = 5.0
+_RETRY_PAUSE = 0.1
+_BACKLOG = 1024
+
+
+class TcpStore(SessionStore):
+    """A client of the store at ``host:port``, and its server where ``serve`` is set."""
+
+    def __init__(self, host: str, port: int, path: str, *, serve: bool, deadline: Deadline) -> None:
+        self.url = f"tcp://{host}:{port}/{path}"
+        self._host, self._port = host, port
+        self._prefix = f"{path}/"
+        self._lock = threading.Lock()
+        self._closed = False
+        self._server = self._serve() if serve else None
+        self._connection = self._connect(deadline)
+
+    def get(self, key: str) -> bytes | None:
+        value = self._run("read", key, lambda store: _peek(store, self._prefix + key))
+        return None if value == _ABSENT.encode() else value
+
+    def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
+        self._run("write", key, lambda store: store.set(self._prefix + key, value))  # type: ignore[arg-type]  # the stub says str
+
+    def create(self, key: str, value: bytes) -> bool:
+        text = value.decode("utf-8")  # compare_set takes str; every sealed record is JSON
+        stored = self._run(
+            "create", key, lambda store: store.compare_set(self._prefix + key, "", text)
+        )
+        return bool(stored == value)
+
+    def delete(self, key: str) -> None:
+        self._run("delete", key, lambda store: store.delete_key(self._prefix + key))
+
+    def children(self, prefix: str) -> list[str]:
+        start = f"{self._prefix}{prefix}/"
+        keys = self._keys(prefix)
+        return sorted({key[len(start) :].split("/", 1)[0] for key in keys if key.startswith(start)})
+
+    def delete_tree(self, prefix: str) -> None:
+        start = f"{self._prefix}{prefix}/"
+        doomed = [key for key in self._keys(prefix) if key.startswith(start)]
+
+        def remove(store: TCPStore) -> None:
+            for key in doomed:
+                store.delete_key(key)
+            store.delete_key(self._prefix + prefix)
+
+        self._run("delete", prefix, remove)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._connection.close()
+        self._server = None
+
+    def _keys(self, prefix: str) -> list[str]:
+        return self._run("list", prefix, lambda store: list(store.list_keys()))
+
+    def _run(self, verb: str, key: str, operation: Callable[[TCPStore], T]) -> T:
+        """Run one operation, reconnecting once if the server was replaced meanwhile."""
+        with self._lock:
+            for last in (False, True):
+                if self._closed:
+                    raise SessionError(f"session {self.url} is closed: open it again")
+                try:
+                    return self._connection.run(operation)
+                except (RuntimeError, FutureTimeout) as error:
+                    reason = (
+                        "it doesn't answer" if isinstance(error, FutureTimeout) else "it is gone"
+                    )
+                    log.debug("session %s: %s (%s)", self.url, reason, error)
+                    self._connection.close()
+                    if last:
+                        raise SessionError(
+                            self._unreachable(f"{verb} {key!r}: {reason}")
+                        ) from error
+                    self._connection = self._connect(Deadline(_OPERATION_SECONDS))
+        raise AssertionError("unreachable")
+
+    def _serve(self) -> TCPStore:
+        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._host, self._port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise SessionError(
+                f"session {self.url} can't be served: port {self._port} on {self._host}: "
+                f"{error.strerror}; choose a free port, or end the process that holds it"
+            ) from error
+        self._port = listener.getsockname()[1]
+        self.url = f"tcp://{self._host}:{self._port}/{self._prefix[:-1]}"
+        return TCPStore(
+            self._host,
+            self._port,
+            None,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=_OPERATION_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _connect(self, deadline: Deadline) -> _Connection:
+        """Connect, retrying until the server is there."""
+        error: Exception | None = None
+        while not deadline.passed():
+            # A plain socket first: it fails in silence where TCPStore logs a stack trace.
+            try:
+                with socket.create_connection(
+                    (self._host, self._port), timeout=max(0.05, min(2.0, deadline.remaining()))
+                ):
+                    pass
+                return _Connection(self._host, self._port, min(5.0, deadline.remaining() + 0.1))
+            except (OSError, RuntimeError, FutureTimeout) as caught:
+                error = caught
+                time.sleep(min(_RETRY_PAUSE, deadline.remaining()))
+        raise SessionError(self._unreachable(f"no answer within {deadline.seconds:g} s")) from error
+
+    def _unreachable(self, what: str) -> str:
+        return (
+            f"session {self.url} can't be reached ({what}): "
+            "start the sender that serves it, or correct host and port"
+        )
+
+
+class _Connection:
+    """One TCPStore client and the one thread that uses it."""
+
+    def __init__(self, host: str, port: int, seconds: float) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weightwire-tcpstore")
+        self._store: TCPStore | None = None
+        try:
+            self._store = self._submit(lambda: _client(host, port, seconds)).result(seconds + 1)
+        except BaseException:
+            self._executor.shutdown(wait=False)
+            raise
+
+    def run(self, operation: Callable[[TCPStore], T]) -> T:
+        store = self._store
+        if store is None:
+            raise RuntimeError("the connection is closed")
+        return self._submit(lambda: operation(store)).result(_OPERATION_SECONDS)
+
+    def close(self) -> None:
+        self._store = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        return self._executor.submit(work)
+
+
+def _client(host: str, port: int, seconds: float) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        None,
+        is_master=False,
+        timeout=datetime.timedelta(seconds=max(1.0, seconds)),
+        wait_for_workers=False,
+    )
+
+
+def _peek(store: TCPStore, key: str) -> bytes:
+    # Asked to replace a value that nobody writes, compare_set returns what is
+    # there, or that value when nothing is: a read that never blocks.
+    return bytes(store.compare_set(key, _ABSENT, _ABSENT))
+
+
+class TcpScheme(SessionScheme):
+    """``tcp://host:port/name``."""
+
+    scheme = "tcp"
+    summary = "torch's TCPStore, served by the sender's rank 0 and gone with it"
+
+    def open(self, request: OpenRequest) -> TcpStore:
+        url = request.url
+        text = url.geturl()
+        try:
+            port = url.port
+        except ValueError:
+            port = None
+        host, name = url.hostname, url.path.strip("/")
+        if not host or port is None or not name or "/" in name:
+            raise ConfigError(f"session URL {text!r} is incomplete: write tcp://host:port/name")
+        if not request.authenticated and not _is_loopback(host):
+            raise ConfigError(
+                f"session URL {text!r} is open to the network: set WEIGHTWIRE_TOKEN on all "
+                "members, or use a loopback address"
+            )
+        return TcpStore(host, port, name, serve=request.serve, deadline=request.deadline)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

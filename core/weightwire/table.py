@@ -1,0 +1,277 @@
+"""The tensor table: what a trainer publishes for one layout of its weights.
+
+A table is a value: two tables with equal content have equal digests, on every
+rank and in every process.  It holds tensors with their shards, transfer groups
+in order, and ties.  Nothing from the other side is used before ``validate``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from weightwire.errors import TableMismatch
+
+__all__ = [
+    "DTYPES",
+    "MAX_DIMS",
+    "MAX_NAME",
+    "Group",
+    "Region",
+    "Shard",
+    "TensorEntry",
+    "TensorTable",
+    "dtype_from_name",
+    "dtype_name",
+    "validate_tensor_name",
+]
+
+MAX_NAME = 1024
+MAX_DIMS = 16
+_MAX_ELEMENTS = 1 << 56
+
+DTYPES: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""Dtypes that travel, by the name used in tables and configs."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The table's name of a dtype; ``TableMismatch`` when it can't travel."""
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise TableMismatch(
+            f"dtype {dtype} can't travel: cast the tensor to one of {', '.join(DTYPES)}"
+        ) from None
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The torch dtype that a table's name stands for."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise TableMismatch(
+            f"unknown wire dtype {name!r}: this weightwire knows {', '.join(DTYPES)}; upgrade it"
+        ) from None
+
+
+def validate_tensor_name(name: str) -> str:
+    """Return ``name`` if it is fit for a table, else raise ``TableMismatch``.
+
+    Names travel into headers, indices and messages, and a backend may use them
+    in paths: no control characters, no absolute path, no ``..`` component.
+    """
+    if not name or len(name) > MAX_NAME:
+        raise TableMismatch(
+            f"tensor name {name[:64]!r} has {len(name)} characters: use 1 to {MAX_NAME}"
+        )
+    if not name.isprintable():
+        raise TableMismatch(f"tensor name {name!r} has unprintable characters: rename the tensor")
+    parts = name.replace("\\", "/").split("/")
+    if name[0] in "/\\" or ".." in parts or "." in parts or "" in parts:
+        raise TableMismatch(
+            f"tensor name {name!r} reads as a path that leaves its directory: rename the tensor"
+        )
+    return name
+
+
+Index = Annotated[int, Meta(ge=0, le=_MAX_ELEMENTS)]
+Dims = Annotated[tuple[Index, ...], Meta(max_length=MAX_DIMS)]
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A box of one tensor that one trainer rank serves.
+
+    Attributes:
+        owner: trainer rank that serves it.
+        offsets: first index in each dimension of the global tensor.
+        sizes: extent in each dimension.
+    """
+
+    owner: Annotated[int, Meta(ge=0, le=1 << 20)]
+    offsets: Dims
+    sizes: Dims
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One tensor on the wire.
+
+    Attributes:
+        name: checkpoint name.
+        shape: global shape, in elements.
+        dtype: wire dtype, a key of ``DTYPES``.
+        shards: disjoint boxes that together cover the tensor.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    shape: Dims
+    dtype: Annotated[str, Meta(max_length=32)]
+    shards: Annotated[tuple[Shard, ...], Meta(max_length=1 << 20)]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_from_name(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.torch_dtype.itemsize
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A transfer group: the unit of staging, announcing, verifying and replay.
+
+    Attributes:
+        tensors: indices into the table's tensors.
+    """
+
+    tensors: Annotated[tuple[int, ...], Meta(max_length=1 << 24)]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one tensor that one inference rank reads.
+
+    Attributes:
+        tensor: index into the table's tensors.
+        offsets: first index in each dimension.
+        sizes: extent in each dimension, in elements.
+    """
+
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, index: int, entry: TensorEntry) -> Region:
+        """The region that is the whole tensor."""
+        return cls(index, (0,) * len(entry.shape), entry.shape)
+
+
+class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trainer publishes for one layout.
+
+    Attributes:
+        world_size: number of trainer ranks.
+        tensors: in a fixed order; a tensor's position is its index.
+        groups: transfer groups, in the order in which they travel.
+        ties: alias name to the name of the tensor that carries its value.
+    """
+
+    world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 24)]
+    groups: Annotated[tuple[Group, ...], Meta(max_length=1 << 24)]
+    ties: Annotated[dict[str, str], Meta(max_length=1 << 20)] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of one version, in bytes; ties count once."""
+        return sum(entry.nbytes for entry in self.tensors)
+
+    @property
+    def max_group_nbytes(self) -> int:
+        """Bytes of the largest transfer group."""
+        return max((self.group_nbytes(i) for i in range(len(self.groups))), default=0)
+
+    def group_nbytes(self, group: int) -> int:
+        """Bytes of one transfer group."""
+        return sum(self.tensors[i].nbytes for i in self.groups[group].tensors)
+
+    def index(self) -> dict[str, int]:
+        """Position of each tensor by name; aliases are not included."""
+        return {entry.name: i for i, entry in enumerate(self.tensors)}
+
+    def names(self) -> list[str]:
+        """Every checkpoint name: tensors, then aliases."""
+        return [entry.name for entry in self.tensors] + list(self.ties)
+
+    def encode(self) -> bytes:
+        """Canonical bytes of the table."""
+        return msgspec.msgpack.encode(self, order="sorted")
+
+    def digest(self) -> str:
+        """Hex digest of the canonical bytes: equal tables have equal digests."""
+        return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> TensorTable:
+        """Parse and validate bytes that came from another process.
+
+        Raises:
+            TableMismatch: malformed, or its parts contradict each other.
+        """
+        try:
+            table = msgspec.msgpack.decode(payload, type=cls)
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+            raise TableMismatch(
+                f"tensor table can't be read ({error}): run one weightwire version on both sides"
+            ) from error
+        table.validate()
+        return table
+
+    def validate(self) -> None:
+        """Check what types can't: names, groups, shard coverage, ties.
+
+        Raises:
+            TableMismatch: naming the first tensor that is wrong.
+        """
+        seen: set[str] = set()
+        for entry in self.tensors:
+            validate_tensor_name(entry.name)
+            if entry.name in seen:
+                raise TableMismatch(f"tensor {entry.name!r} is in the table twice: names are keys")
+            seen.add(entry.name)
+            if entry.torch_dtype.itemsize * entry.numel > _MAX_ELEMENTS:
+                raise TableMismatch(f"tensor {entry.name!r} of shape {entry.shape} is too large")
+            _validate_shards(entry, self.world_size)
+        for alias, name in self.ties.items():
+            validate_tensor_name(alias)
+            if alias in seen or name not in seen:
+                raise TableMismatch(
+                    f"tie {alias!r} -> {name!r} doesn't name one tensor and one alias"
+                )
+        grouped = [i for group in self.groups for i in group.tensors]
+        if sorted(grouped) != list(range(len(self.tensors))):
+            raise TableMismatch("transfer groups don't hold every tensor exactly once")
+
+
+def _validate_shards(entry: TensorEntry, world_size: int) -> None:
+    volume = 0
+    rank = len(entry.shape)
+    for shard in entry.shards:
+        if (
+            shard.owner >= world_size
+            or len(shard.offsets) != rank
+            or len(shard.sizes) != rank
+            or any(
+                o + s > n for o, s, n in zip(shard.offsets, shard.sizes, entry.shape, strict=True)
+            )
+        ):
+            raise TableMismatch(f"tensor {entry.name!r}: shard {shard} lies outside {entry.shape}")
+        volume += math.prod(shard.sizes)
+    if volume != entry.numel:
+        raise TableMismatch(
+            f"tensor {entry.name!r}: shards hold {volume} of {entry.numel} elements; "
+            "every element needs exactly one owner"
+        )

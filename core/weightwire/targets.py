@@ -1,0 +1,288 @@
+"""Where received weights go: the target protocol, and mappings and modules as targets."""
+
+from __future__ import annotations
+
+import fnmatch
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.names import checkpoint_names
+from weightwire.table import Region, TensorTable, dtype_name
+
+__all__ = ["MappingTarget", "ModuleTarget", "WeightTarget", "as_target"]
+
+
+class WeightTarget(ABC):
+    """The weights of one inference rank, as the receiver's pipeline sees them.
+
+    Who calls what, all on the thread that called ``receive`` (or ``begin``,
+    ``fetch``, ``commit``), on every rank of the replica:
+
+    1. ``plan(table)``: once per tensor table.  Nothing has moved yet.
+    2. ``begin(version)``: once per attempt, before the first group.  The engine
+       no longer generates.
+    3. ``landing(region)``: once per region and attempt, just before its group.
+    4. ``write(group, tensors)``: once per group that has regions, in the order
+       of the table's groups, after the group has been verified.
+    5. ``commit()``: once per attempt, after the last group.  When it returns
+       the version is wholly in place.
+    6. ``rollback(error)``: instead of what is left of 4 and 5 when anything
+       fails after ``begin``.
+
+    A target may raise any error; the receiver reports it to the sender, calls
+    ``rollback`` and raises it.
+    """
+
+    @abstractmethod
+    def plan(self, table: TensorTable) -> Sequence[Region]:
+        """The regions of the table's tensors that this rank reads.
+
+        Raises:
+            TableMismatch: names, shapes or dtypes differ; the message lists
+                them.  Every tensor of the table is read or deliberately unused.
+        """
+
+    def begin(self, version: int) -> None:
+        """Prepare for a version's bytes.  Later failures call ``rollback``."""
+
+    def landing(self, region: Region) -> Tensor | None:
+        """The tensor in which the region's bytes may land as they arrive.
+
+        Contiguous, of the region's shape and wire dtype.  ``None`` means that
+        the receiver should provide memory and hand the bytes to ``write``:
+        then nothing of the target changes before the group is verified.
+        """
+        return None
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """If True, tensors handed to ``write`` may be read after it returns.
+
+        The receiver then gives each group fresh memory and drops its own
+        reference, instead of reusing one slot.
+        """
+        return False
+
+    @abstractmethod
+    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
+        """Install one group.
+
+        Args:
+            group: index into the table's groups.
+            tensors: by checkpoint name, of the region's shape and wire dtype.
+                Those that landed in place are the very tensors that
+                ``landing`` returned.
+        """
+
+    def commit(self) -> None:
+        """Finish the version: post-load processing, derived tensors."""
+
+    def rollback(self, error: BaseException) -> bool:
+        """Undo as far as possible after a failure.
+
+        Returns:
+            True when the target holds exactly what it held before ``begin``;
+            False when it is (or may be) mixed: the replica is then tainted.
+        """
+        return False
+
+
+class MappingTarget(WeightTarget):
+    """Tensors that are filled in place, by name.
+
+    Args:
+        mapping: names to tensors; they keep their storage.  Several names may
+            share one tensor (ties).
+        unused: shell patterns of sent names that this target deliberately ignores.
+        untouched: shell patterns of own names that the trainer doesn't send.
+    """
+
+    def __init__(
+        self,
+        mapping: Mapping[str, Tensor],
+        *,
+        unused: Iterable[str] = (),
+        untouched: Iterable[str] = (),
+    ) -> None:
+        self._mapping = mapping
+        self._unused = tuple(unused)
+        self._untouched = tuple(untouched)
+        self._table: TensorTable | None = None
+        self._destinations: dict[int, list[Tensor]] = {}
+        self._written = False
+
+    def current(self) -> Mapping[str, Tensor]:
+        """The tensors to fill, as they are now."""
+        return self._mapping
+
+    def plan(self, table: TensorTable) -> Sequence[Region]:
+        own = {name: _require_plain(name, tensor) for name, tensor in self.current().items()}
+        carriers = {**{name: name for name in table.index()}, **table.ties}
+        self._check_names(own, carriers)
+        self._check_tensors(own, carriers, table)
+        self._check_aliases(own, carriers)
+        index = table.index()
+        destinations: dict[int, list[Tensor]] = {}
+        for name, tensor in own.items():
+            carrier = carriers.get(name)
+            if carrier is None:
+                continue
+            places = destinations.setdefault(index[carrier], [])
+            if not any(_same_memory(tensor, place) for place in places):
+                places.append(tensor)
+        self._table, self._destinations = table, destinations
+        return [Region.whole(i, table.tensors[i]) for i in sorted(destinations)]
+
+    def begin(self, version: int) -> None:
+        if self._table is not None:
+            self.plan(self._table)  # parameters may have been rebound since the last version
+        self._written = False
+
+    def landing(self, region: Region) -> Tensor | None:
+        first = self._destinations[region.tensor][0]
+        if not first.is_contiguous():
+            return None
+        self._written = True
+        return first
+
+    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
+        if self._table is None:
+            raise RuntimeError("plan() comes before write()")
+        index = self._table.index()
+        with torch.no_grad():
+            for name, value in tensors.items():
+                for place in self._destinations[index[name]]:
+                    if place.data_ptr() != value.data_ptr() or place.numel() == 0:
+                        self._written = True
+                        place.copy_(value)
+
+    def rollback(self, error: BaseException) -> bool:
+        return not self._written
+
+    def _check_names(self, own: Mapping[str, Tensor], carriers: Mapping[str, str]) -> None:
+        _refuse_unmatched(self._unused, carriers, "unused", "no sent tensor")
+        _refuse_unmatched(self._untouched, own, "untouched", "no tensor of the target")
+        missing = [
+            name for name in own if name not in carriers and not _matches(name, self._untouched)
+        ]
+        extra = [name for name in carriers if name not in own and not _matches(name, self._unused)]
+        if missing or extra:
+            raise TableMismatch(
+                _list("the trainer doesn't send", missing, "name it in untouched=")
+                + ("; " if missing and extra else "")
+                + _list("the target doesn't have", extra, "name it in unused=")
+            )
+
+    def _check_tensors(
+        self, own: Mapping[str, Tensor], carriers: Mapping[str, str], table: TensorTable
+    ) -> None:
+        index = table.index()
+        wrong = []
+        for name, tensor in own.items():
+            if name not in carriers:
+                continue
+            entry = table.tensors[index[carriers[name]]]
+            if tuple(tensor.shape) != entry.shape:
+                wrong.append(
+                    f"{name!r} has shape {entry.shape} at the trainer and "
+                    f"{tuple(tensor.shape)} here: pad or cut one side"
+                )
+            elif dtype_name(tensor.dtype) != entry.dtype:
+                wrong.append(
+                    f"{name!r} is {entry.dtype} on the wire and {dtype_name(tensor.dtype)} here: "
+                    "set wire_dtype (and keep_dtype) at the sender, or change the target"
+                )
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise TableMismatch("\n".join([f"tensor {wrong[0]}{more}", *wrong[1:20]]))
+
+    def _check_aliases(self, own: Mapping[str, Tensor], carriers: Mapping[str, str]) -> None:
+        """Two values can't live in one memory: the target tied what the trainer didn't."""
+        seen: dict[tuple[object, ...], str] = {}
+        for name, tensor in own.items():
+            if name not in carriers or tensor.numel() == 0:
+                continue
+            other = seen.setdefault((tensor.device, tensor.data_ptr(), tuple(tensor.shape)), name)
+            if carriers[other] != carriers[name]:
+                raise TableMismatch(
+                    f"tensors {other!r} and {name!r} share memory here and are two at the trainer: "
+                    "tie them at the trainer, or untie them here"
+                )
+
+
+class ModuleTarget(MappingTarget):
+    """A module whose parameters and persistent buffers are filled in place."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        unused: Iterable[str] = (),
+        untouched: Iterable[str] = (),
+    ) -> None:
+        super().__init__({}, unused=unused, untouched=untouched)
+        self._module = module
+
+    def current(self) -> Mapping[str, Tensor]:
+        state = self._module.state_dict(keep_vars=True)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        names = checkpoint_names(tensors)
+        return {names[name]: value for name, value in tensors.items()}
+
+
+def as_target(target: nn.Module | Mapping[str, Tensor] | WeightTarget) -> WeightTarget:
+    """Wrap what ``open_receiver`` was given."""
+    if isinstance(target, WeightTarget):
+        return target
+    if isinstance(target, nn.Module):
+        return ModuleTarget(target)
+    if isinstance(target, Mapping):
+        return MappingTarget(target)
+    raise ConfigError(
+        f"target is a {type(target).__name__}: give an nn.Module, a mapping of names to tensors, "
+        "or a WeightTarget"
+    )
+
+
+def _require_plain(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"target tensor {name!r} is a {type(tensor).__name__}, not a tensor")
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedOperation(
+            f"target tensor {name!r} is a DTensor: sharded targets aren't supported yet; "
+            "give each rank's local tensors"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise ConfigError(f"target tensor {name!r} has no dense memory: materialise it first")
+    if tensor.numel() > 1 and 0 in tensor.stride():
+        raise ConfigError(f"target tensor {name!r} is expanded: several elements share memory")
+    return tensor.detach()
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _refuse_unmatched(
+    patterns: Iterable[str], names: Iterable[str], option: str, what: str
+) -> None:
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise TableMismatch(f"{option} pattern {pattern!r} matches {what}: correct it")
+
+
+def _list(what: str, names: Sequence[str], remedy: str) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(repr(name) for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{what} {shown}{more}: correct the name, or {remedy}"

