@@ -9,7 +9,8 @@ from typing import Any
 from weightwire.contract import Policy
 from weightwire.lifecycle.history import offer_of, outcome_of, policies
 from weightwire.session import keys
-from weightwire.session.membership import LeaseObserver, Member, newest
+from weightwire.session.lease import LeaseObserver, Member
+from weightwire.session.membership import newest
 from weightwire.session.records import Applied, MemberRecord, Ready, Retired, Started, Status
 from weightwire.session.session import Session
 

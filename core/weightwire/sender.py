@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,44 +17,28 @@ from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, SenderTransport, Wait
 from weightwire.deadline import Deadline
 from weightwire.digest import Verify
-from weightwire.errors import ConfigError, PeerLost, TableMismatch, WeightWireError
+from weightwire.errors import ConfigError, PeerLost, WeightWireError
 from weightwire.grouping import DEFAULT_GROUP_BYTES
 from weightwire.handle import Handle, close_all, ranks_of
 from weightwire.lifecycle import Offering, SenderMachine, Transfer
 from weightwire.lifecycle.retention import Retention
 from weightwire.options import SenderOptions, make_options
-from weightwire.pipeline import SendPlan, combine
 from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord
 from weightwire.session import membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.membership import LeaseKeeper, LeaseObserver, Member
+from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
-from weightwire.sources import Resolved, WeightSource, WireRules, as_source, resolve
-from weightwire.table import TensorTable
-from weightwire.tables import build_table
+from weightwire.sources import Resolved, WeightSource, WireRules, as_source
+from weightwire.trainer_rank import Arrival, Start, TrainerRank
 from weightwire.waiting import Act, drive
+
+log = logging.getLogger("weightwire")
 
 __all__ = ["WeightSender", "open_sender"]
 
 
 _GOODBYE_SECONDS = 5.0
-
-
-class _Arrival(msgspec.Struct, frozen=True):
-    """What a rank brings to a ``send``."""
-
-    version: int
-    wait: str
-    table_digest: str
-    transport: bytes
-
-
-class _Start(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others when the transfer starts."""
-
-    offer: Offer
-    readers: dict[str, tuple[bytes, ...]]
 
 
 class WeightSender(Handle):
@@ -71,11 +56,8 @@ class WeightSender(Handle):
         self._source = as_source(source)
         self._rules = WireRules(options.wire_dtype, options.keep_dtype)
         super().__init__("sender", backend, options.timeout)
-        self._table: TensorTable | None = None
-        self._table_digest = ""
-        self._plan: SendPlan | None = None
         self._last: Report | None = None
-        self._current: Offer | None = None
+        self._sending: Offer | None = None
         deadline = Deadline(options.open_timeout)
         self._watch.start(deadline)
         self._session = Session.open(
@@ -84,12 +66,32 @@ class WeightSender(Handle):
         with contextlib.ExitStack() as undo:
             undo.callback(self._session.close)
             self._observer = LeaseObserver(self._session)
-            self._member = self._join()
-            self._keeper = self._keep_lease()
+            self._member, self._keeper = membership.enter(
+                self._session,
+                self._observer,
+                self._watch,
+                "senders",
+                member_id="sender",
+                rank=self._rank,
+                world_size=self._world_size,
+                backend=self._backend.name,
+                lease_ttl=options.lease_ttl,
+                look_around=self._look_around,
+                resume_from=options.resume_from,
+            )
             undo.callback(self._keeper.stop)
             self._agreement = Agreement(self._session, self._member, self._rank)
             self._transport = self._open_transport()
             undo.callback(self._transport.close)
+            self._ours = TrainerRank(
+                self._backend,
+                self._agreement,
+                self._transport,
+                self._source,
+                self._rules,
+                options,
+                self._watch,
+            )
             self._machine = SenderMachine(
                 self._session,
                 self._member,
@@ -106,46 +108,6 @@ class WeightSender(Handle):
             undo.pop_all()
 
     # ---------------------------------------------------------------------- opening
-
-    def _join(self) -> Member:
-        if self._rank != 0:
-            return drive(
-                membership.join(
-                    self._session,
-                    "senders",
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    member_id="sender",
-                ),
-                self._watch,
-            )
-        member = drive(
-            membership.claim(
-                self._session,
-                self._observer,
-                "senders",
-                member_id="sender",
-                world_size=self._world_size,
-                backend=self._backend.name,
-                lease_ttl=self._options.lease_ttl,
-                resume_from=self._options.resume_from,
-            ),
-            self._watch,
-        )
-        # The lease starts before the other ranks are waited for: they need it to join.
-        if self._world_size > 1:
-            keeper = LeaseKeeper(self._session, member)
-            keeper.start()
-            try:
-                drive(membership.confirm(self._session, member), self._watch)
-            finally:
-                keeper.stop()
-        return member
-
-    def _keep_lease(self) -> LeaseKeeper:
-        keeper = LeaseKeeper(self._session, self._member, self._look_around, renew=self._rank == 0)
-        keeper.start()
-        return keeper
 
     def _open_transport(self) -> SenderTransport:
         return self._backend.open_sender(
@@ -216,7 +178,7 @@ class WeightSender(Handle):
         began = time.perf_counter()
         phases = Phases()
         try:
-            resolved, arrivals = self._arrive(version, wait, phases)
+            resolved, arrivals = self._ours.arrive(version, wait, phases, self._refusal(version))
             if self._rank == 0:
                 report = self._lead(version, wait, resolved, arrivals, phases, began)
             else:
@@ -228,65 +190,25 @@ class WeightSender(Handle):
         self._notify("weightwire_published", version, report=report)
         return report
 
-    def _arrive(self, version: int, wait: Wait, phases: Phases) -> tuple[Resolved, list[_Arrival]]:
-        """Resolve the source on every rank, and agree on what is to be sent."""
-        error: BaseException | None = None
-        resolved: Resolved | None = None
-        arrival = _Arrival(version, wait, "", b"")
-        with phases.timed("offer"):
+    def _refusal(self, version: int) -> ConfigError | None:
+        """Why rank 0 won't send this version, or None."""
+        if self._rank == 0:
             try:
-                if self._rank == 0:
-                    self._machine.next_policy(version)
-                resolved = resolve(self._source, self._rules)
-                self._use_table(build_table(resolved, self._world_size, self._options.group_bytes))
-                arrival = _Arrival(version, wait, self._table_digest, self._transport.describe())
-            except Exception as caught:
-                error = caught
-            self._agreement.next_round()
-            payloads = drive(
-                self._agreement.agree("arrive", msgspec.msgpack.encode(arrival), error), self._watch
-            )
-        assert resolved is not None  # noqa: S101 - agree() raised otherwise
-        arrivals = [msgspec.msgpack.decode(payload, type=_Arrival) for payload in payloads]
-        first = arrivals[0]
-        for rank, other in enumerate(arrivals):
-            if (other.version, other.wait) != (first.version, first.wait):
-                raise ConfigError(
-                    f"trainer rank {rank} sends version {other.version} (wait={other.wait!r}), "
-                    f"rank 0 {first.version} (wait={first.wait!r}): call send alike on all ranks"
-                )
-            if other.table_digest != first.table_digest:
-                raise TableMismatch(
-                    f"trainer rank {rank} has other names, shapes or dtypes than rank 0: "
-                    "give every rank the same source"
-                )
-        return resolved, arrivals
-
-    def _use_table(self, table: TensorTable) -> None:
-        digest = table.digest()
-        if digest == self._table_digest:
-            return
-        limit = self._backend.capabilities.max_tensor_nbytes
-        for entry in table.tensors:
-            if limit is not None and entry.nbytes > limit:
-                raise ConfigError(
-                    f"tensor {entry.name!r} has {entry.nbytes} bytes, backend {self.backend!r} "
-                    f"takes {limit}: choose another backend"
-                )
-        self._transport.set_table(table)
-        self._plan = SendPlan(table, self._rank)
-        self._table, self._table_digest = table, digest
+                self._machine.next_policy(version)
+            except ConfigError as error:
+                return error
+        return None
 
     def _lead(
         self,
         version: int,
         wait: Wait,
         resolved: Resolved,
-        arrivals: Sequence[_Arrival],
+        arrivals: Sequence[Arrival],
         phases: Phases,
         began: float,
     ) -> Report:
-        assert self._table is not None  # noqa: S101 - _arrive() set it
+        assert self._ours.table is not None  # noqa: S101 - _arrive() set it
         reports: list[Report] = []
 
         mark = time.perf_counter()
@@ -302,17 +224,18 @@ class WeightSender(Handle):
             assert isinstance(act, Transfer)  # noqa: S101 - the sender's only act
             lap("ready")
             readers = {name: tuple(blobs) for name, blobs in act.readers.items()}
-            self._agreement.tell("start", msgspec.msgpack.encode(_Start(act.offer, readers)))
-            reports.append(self._move(act.offer, readers, resolved, phases, began))
+            self._agreement.tell("start", msgspec.msgpack.encode(Start(act.offer, readers)))
+            self._sending = act.offer
+            reports.append(self._ours.move(act.offer, readers, resolved, phases, began))
             mark = time.perf_counter()
             self._transport.publish()
 
         try:
-            self._session.put_blob(self._table.encode())
+            self._session.put_blob(self._ours.table.encode())
             offering = Offering(
                 version=version,
-                table_digest=self._table_digest,
-                nbytes=self._table.nbytes,
+                table_digest=self._ours.table_digest,
+                nbytes=self._ours.table.nbytes,
                 senders=tuple(arrival.transport for arrival in arrivals),
                 verify=self._options.verify,
                 wait=wait,
@@ -324,18 +247,26 @@ class WeightSender(Handle):
             self._abandon(error, started=bool(reports))
             raise
         finally:
-            self._current = None
+            self._sending = None
         self._agreement.tell("outcome", b"")
-        self._retention.retire(self._transport.drop)
+        self._retire()
         lap("commit")
         return self._finished_report(reports[0], phases, began)
+
+    def _retire(self) -> None:
+        try:
+            self._retention.retire(self._transport.drop)
+        except WeightWireError as error:
+            # The version is out all the same; the next one tries again.
+            log.warning("old versions weren't dropped: %s", error)
 
     def _follow(self, resolved: Resolved, phases: Phases, began: float) -> Report:
         with phases.timed("ready"):
             payload = drive(self._agreement.hear("start"), self._watch)
-        start = msgspec.msgpack.decode(payload, type=_Start)
+        start = msgspec.msgpack.decode(payload, type=Start)
         try:
-            report = self._move(start.offer, start.readers, resolved, phases, began)
+            self._sending = start.offer
+            report = self._ours.move(start.offer, start.readers, resolved, phases, began)
             with phases.timed("commit"):
                 drive(self._agreement.hear("outcome"), self._watch)
             self._agreement.acknowledge("left")
@@ -343,52 +274,8 @@ class WeightSender(Handle):
             self._transport.abort(error)
             raise
         finally:
-            self._current = None
+            self._sending = None
         return self._finished_report(report, phases, began)
-
-    def _move(
-        self,
-        offer: Offer,
-        readers: Mapping[str, Sequence[bytes]],
-        resolved: Resolved,
-        phases: Phases,
-        began: float,
-    ) -> Report:
-        """This rank's part of the transfer; returns when every rank's bytes are safe."""
-        assert self._plan is not None  # noqa: S101 - _arrive() set it
-        self._current = offer
-        error: BaseException | None = None
-        digest = 0
-        try:
-            self._transport.begin(offer, readers)
-            digest = self._plan.send(
-                resolved.tensors,
-                self._transport,
-                self._backend.capabilities,
-                version=offer.policy.version,
-                verify=self._options.verify,
-                watch=self._watch,
-                phases=phases,
-            )
-        except BaseException as caught:
-            if self._agreement.alone:
-                raise
-            error = caught
-        with phases.timed("commit"):
-            drive(self._agreement.agree("sent", b"", error), self._watch)
-        return Report(
-            role="sender",
-            backend=self.backend,
-            version=offer.policy.version,
-            attempt=offer.policy.attempt,
-            incarnation=offer.policy.incarnation,
-            nbytes=self._plan.nbytes,
-            seconds=time.perf_counter() - began,
-            phases=dict(phases.seconds),
-            digest=combine(digest, self._options.verify),
-            path=f"{self.backend} ({self._backend.capabilities.flow})",
-            roster=offer.roster,
-        )
 
     def _abandon(self, error: BaseException, *, started: bool) -> None:
         """Rank 0: leave the transport and the other ranks in good order."""
@@ -405,7 +292,7 @@ class WeightSender(Handle):
 
     def _look_around(self) -> None:
         """On the lease's thread: end a running transfer whose peers are gone."""
-        offer = self._current
+        offer = self._sending
         if offer is None or self._backend.capabilities.flow == "store":
             return
         live = membership.live_members(self._session, self._observer)

@@ -96,7 +96,7 @@ def _rounds(trainer: _Trainer, engine: _Engine, directory: Path, repeats: int) -
             parts[(number + i) % len(parts)](trainer, engine, number, clock)
         if number:
             clock.times["total"] = clock.times["publish"] + clock.times["apply"]
-            for name, seconds in clock.times.items():
+            for name, seconds in (clock.times | clock.phases).items():
                 samples.setdefault(name, []).append(seconds)
             extra = max(extra, clock.extra)
     median = {name: statistics.median(values) for name, values in samples.items()}
@@ -112,7 +112,11 @@ def _rounds(trainer: _Trainer, engine: _Engine, directory: Path, repeats: int) -
         "threads": trainer.threads,
         "repeats": repeats,
         "seconds": {"median": total, "min": min(samples["total"]), "max": max(samples["total"])},
-        "phases": {"publish": median["publish"], "apply": median["apply"]},
+        "phases": {
+            name: seconds
+            for name, seconds in sorted(median.items())
+            if name.startswith(("publish", "apply"))
+        },
         "gbps": trainer.nbytes / total / 1e9,
         "raw": {name: median[name] for name in (*raw, *library)},
         "times_raw": total / floor,
@@ -126,11 +130,13 @@ def _transfer(trainer: _Trainer, engine: _Engine, number: int, clock: _Clock) ->
     _reset_peak()
     engine.ask("reset_peak")
     with clock("publish"):
-        trainer.publish(number + 1)
+        sent = trainer.publish(number + 1)
     with clock("apply"):
         applied = engine.ask("apply")
+    for side, report in (("publish", sent), ("apply", applied)):
+        clock.phases |= {f"{side}.{name}": t for name, t in report["phases"].items()}
     clock.extra = _peak_extra() + engine.ask("peak")
-    if applied != number + 1 or engine.ask("digest") != trainer.digest():
+    if applied["version"] != number + 1 or engine.ask("digest") != trainer.digest():
         raise TransferError(f"round {number}: the engine doesn't hold the trainer's bytes")
 
 
@@ -153,6 +159,7 @@ def _library(trainer: _Trainer, engine: _Engine, _: int, clock: _Clock) -> None:
 class _Clock:
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
         self.extra = 0
 
     @contextmanager
@@ -211,6 +218,10 @@ def _choice(threads: int | None) -> dict[str, Any]:
     return {"backend": "filesystem", "threads": threads, "keep": 1}
 
 
+def _summary(report: weightwire.Report) -> dict[str, Any]:
+    return {"version": report.version, "phases": dict(report.phases)}
+
+
 def _session(work: Path) -> str:
     return (work / "session").as_uri()
 
@@ -245,8 +256,8 @@ class _Trainer:
     def digest(self) -> str:
         return self._state.digest()
 
-    def publish(self, version: int) -> None:
-        self._sender.send(version)
+    def publish(self, version: int) -> dict[str, Any]:
+        return _summary(self._sender.send(version))
 
     def raw_write(self) -> None:
         parts = _raw_parts(self.nbytes, self._files)
@@ -324,8 +335,8 @@ class _EngineProcess:
             receiver_id="engine",
         )
 
-    def apply(self, _: str) -> int:
-        return self._receiver.receive().version
+    def apply(self, _: str) -> dict[str, Any]:
+        return _summary(self._receiver.receive())
 
     def raw_read(self, _: str) -> None:
         jobs: list[Callable[[], None]] = []

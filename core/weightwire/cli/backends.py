@@ -36,7 +36,15 @@ def backends(
         print(json.dumps({"backends": [asdict(row) for row in rows]}, indent=2))
         return
     table = Table(title="backends", title_justify="left")
-    for heading in ("name", "from", "runs here", "flow", "late receivers", "ranged reads", "devices"):
+    for heading in (
+        "name",
+        "from",
+        "runs here",
+        "flow",
+        "late receivers",
+        "ranged reads",
+        "devices",
+    ):
         table.add_column(heading, no_wrap=heading in ("name", "flow"), overflow="fold")
     for row in rows:
         caps = row.capabilities

@@ -17,14 +17,16 @@ from rich.text import Text
 from weightwire.deadline import Deadline
 from weightwire.errors import ConfigError, SessionError
 from weightwire.inspection import SessionView, inspect_session
-from weightwire.session.membership import LeaseObserver
+from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 
 __all__ = ["inspect"]
 
 
 def inspect(
-    session: Annotated[str, typer.Argument(help="Session URL: file:///dir or tcp://host:port/name.")],
+    session: Annotated[
+        str, typer.Argument(help="Session URL: file:///dir or tcp://host:port/name.")
+    ],
     watch: Annotated[bool, typer.Option("--watch", help="Redraw until interrupted.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
     limit: Annotated[int, typer.Option(help="How many versions to show.", min=1)] = 20,
@@ -99,14 +101,25 @@ def _members(view: SessionView) -> Table:
 
 def _versions(view: SessionView) -> Table:
     table = Table(title="versions", title_justify="left")
-    for heading in ("version", "state", "GB", "seconds", "GB/s", "ready", "applied", "ago", "error"):
+    for heading in (
+        "version",
+        "state",
+        "GB",
+        "seconds",
+        "GB/s",
+        "ready",
+        "applied",
+        "ago",
+        "error",
+    ):
         table.add_column(heading, no_wrap=heading != "error", overflow="fold")
     colours = {"finished": "green", "aborted": "red", "started": "yellow", "offered": "yellow"}
     for version in view.versions:
         retry = f".{version.attempt}" if version.attempt > 1 else ""
         table.add_row(
             f"{version.version}{retry} (#{version.incarnation})",
-            f"[{colours[version.state]}]{version.state}[/]" + (" (dropped)" if version.retired else ""),
+            f"[{colours[version.state]}]{version.state}[/]"
+            + (" (dropped)" if version.retired else ""),
             f"{version.nbytes / 1e9:.3f}",
             "" if version.seconds is None else f"{version.seconds:.3f}",
             "" if not version.seconds else f"{version.nbytes / version.seconds / 1e9:.2f}",

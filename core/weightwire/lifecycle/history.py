@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weightwire.contract import Policy
 from weightwire.session import keys
-from weightwire.session.membership import Member
+from weightwire.session.lease import Member
 from weightwire.session.records import MemberRecord, OfferRecord, Outcome
 from weightwire.session.session import Session
 

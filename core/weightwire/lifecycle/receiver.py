@@ -18,7 +18,8 @@ from weightwire.lifecycle.states import (
     ReceiverState,
 )
 from weightwire.session import keys
-from weightwire.session.membership import LeaseObserver, Member, newest
+from weightwire.session.lease import LeaseObserver, Member
+from weightwire.session.membership import newest
 from weightwire.session.records import (
     Applied,
     ErrorInfo,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from weightwire.contract import Policy
 from weightwire.lifecycle.history import policies, readable_policies
 from weightwire.session import keys
-from weightwire.session.membership import LeaseObserver, Member, newest
+from weightwire.session.lease import LeaseObserver, Member
+from weightwire.session.membership import newest
 from weightwire.session.records import Reading, Retired
 from weightwire.session.session import Session
 

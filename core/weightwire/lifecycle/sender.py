@@ -14,7 +14,8 @@ from weightwire.lifecycle.states import (
     SenderState,
 )
 from weightwire.session import keys
-from weightwire.session.membership import LeaseObserver, Member, live_members, newest
+from weightwire.session.lease import LeaseObserver, Member
+from weightwire.session.membership import live_members, newest
 from weightwire.session.records import (
     Applied,
     ErrorInfo,

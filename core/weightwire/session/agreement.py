@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from weightwire.errors import WeightWireError
 from weightwire.session import keys
-from weightwire.session.membership import Member
+from weightwire.session.lease import Member
 from weightwire.session.records import ErrorInfo, RankReport, RankReports
 from weightwire.session.session import Session
 from weightwire.waiting import Steps, Waiting
@@ -33,6 +33,11 @@ class Agreement:
         self._rank = rank
         self._round = 0
         self.world_size = member.record.world_size
+
+    @property
+    def leads(self) -> bool:
+        """True on rank 0."""
+        return self._rank == 0
 
     @property
     def alone(self) -> bool:

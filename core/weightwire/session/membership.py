@@ -14,126 +14,20 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from weightwire.deadline import Watch
 from weightwire.errors import SessionError
 from weightwire.session import keys, process
+from weightwire.session.lease import LeaseKeeper, LeaseObserver, Member
 from weightwire.session.records import Closed, Lease, MemberRecord, RankReport
 from weightwire.session.session import Session
-from weightwire.waiting import Steps, Waiting
+from weightwire.waiting import Steps, Waiting, drive
 
-__all__ = ["LeaseKeeper", "LeaseObserver", "Member", "claim", "join", "live_members"]
+__all__ = ["claim", "confirm", "enter", "join", "leave", "live_members", "newest"]
 
 log = logging.getLogger("weightwire.session")
-
-RENEWALS_PER_TTL = 4
-
-
-@dataclass(frozen=True)
-class Member:
-    """A claimed incarnation.
-
-    Attributes:
-        kind: ``senders``, or ``receivers/<id>``.
-        record: what was written when it was claimed.
-    """
-
-    kind: str
-    record: MemberRecord
-
-    @property
-    def incarnation(self) -> int:
-        return self.record.incarnation
-
-    def key(self, *rest: str) -> str:
-        return keys.member(self.kind, self.incarnation, *rest)
-
-
-class LeaseObserver:
-    """Judges members by the change of their lease's counter."""
-
-    def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
-        self._session = session
-        self._clock = clock
-        self._seen: dict[tuple[str, int], tuple[int, float]] = {}
-
-    def is_alive(self, member: Member) -> bool:
-        """False once it left, its process is gone, or its counter stood still for a lease."""
-        place = (member.kind, member.incarnation)
-        if self._session.read(member.key("closed"), Closed) is not None:
-            return False
-        if process.is_gone(member.record.process):
-            return False
-        lease = self._session.read(member.key("lease"), Lease)
-        counter = lease.counter if lease is not None else -1
-        now = self._clock()
-        known = self._seen.get(place)
-        if known is None or known[0] != counter:
-            self._seen[place] = (counter, now)
-            return True
-        return now - known[1] <= member.record.lease_ttl
-
-    def forget(self, kind: str) -> None:
-        """Drop what is remembered of a name's incarnations."""
-        self._seen = {place: seen for place, seen in self._seen.items() if place[0] != kind}
-
-
-class LeaseKeeper:
-    """Renews one member's lease, and runs ``watch`` at the same pace.
-
-    Args:
-        watch: looks for failures of others; what it raises ends in the log.
-        renew: False on ranks other than 0, which only watch.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        member: Member,
-        watch: Callable[[], None] | None = None,
-        *,
-        renew: bool = True,
-    ) -> None:
-        self._session = session
-        self._member = member
-        self._renews = renew
-        self._watch = watch
-        self._counter = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"weightwire-lease-{member.kind.replace('/', '-')}", daemon=True
-        )
-
-    def start(self) -> None:
-        self.renew()
-        self._thread.start()
-
-    def renew(self) -> None:
-        """Raise the counter once."""
-        if not self._renews:
-            return
-        self._counter += 1
-        self._session.write(self._member.key("lease"), Lease(self._counter), durable=False)
-
-    def stop(self) -> None:
-        """Stop and join the thread.  Idempotent."""
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=30)
-
-    def _run(self) -> None:
-        pause = self._member.record.lease_ttl / RENEWALS_PER_TTL
-        while not self._stop.wait(pause):
-            try:
-                self.renew()
-                if self._watch is not None:
-                    self._watch()
-            except Exception as error:
-                # A store that is away for a moment must not end the lease for ever.
-                log.warning("lease of %s: %s", self._member.kind, error)
 
 
 def newest(session: Session, kind: str) -> Member | None:
@@ -264,3 +158,51 @@ def leave(session: Session, member: Member) -> None:
     """Say good-bye; a session that is gone needs none."""
     with contextlib.suppress(SessionError):
         session.write(member.key("closed"), Closed())
+
+
+def enter(
+    session: Session,
+    observer: LeaseObserver,
+    watch: Watch,
+    kind: str,
+    *,
+    member_id: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    lease_ttl: float,
+    look_around: Callable[[], None],
+    resume_from: int | None = None,
+) -> tuple[Member, LeaseKeeper]:
+    """Claim (rank 0) or join (other ranks) an incarnation, with its lease running.
+
+    Args:
+        look_around: called on the lease's thread at each renewal, on every rank.
+    """
+    if rank == 0:
+        member = drive(
+            claim(
+                session,
+                observer,
+                kind,
+                member_id=member_id,
+                world_size=world_size,
+                backend=backend,
+                lease_ttl=lease_ttl,
+                resume_from=resume_from,
+            ),
+            watch,
+        )
+    else:
+        steps = join(session, kind, rank=rank, world_size=world_size, member_id=member_id)
+        member = drive(steps, watch)
+    keeper = LeaseKeeper(session, member, look_around, renew=rank == 0)
+    keeper.start()
+    try:
+        if rank == 0 and world_size > 1:
+            drive(confirm(session, member), watch)
+    except BaseException:
+        keeper.stop()
+        leave(session, member)
+        raise
+    return member, keeper

@@ -55,8 +55,8 @@ class InitInfo(TransferInitInfo):  # type: ignore[misc]  # vLLM is Any here
         backend: name of the backend, or a mapping with its options.
         receiver_id: id of this replica; data-parallel replicas of one engine
             get ``-dp<index>`` behind it.
-        timeout: seconds to wait for an offer and to fetch it, unless an update
-            says otherwise; None waits as long as the receiver does.
+        timeout: seconds for an update, from waiting for an offer to commit,
+            unless the update says otherwise; None: the receiver's default.
     """
 
     session: str
@@ -141,10 +141,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             return
         timeout = self._timeout if update_info.timeout is None else update_info.timeout
         offer = receiver.begin(timeout=timeout)
-        if offer is None:
-            if wanted is not None:
-                raise TransferError(f"version {wanted} isn't on offer: has the trainer sent it?")
-            return
+        if wanted is not None and offer.policy.version < wanted:
+            found = f"version {offer.policy.version} is on offer, {wanted} was asked for"
+            receiver.abort(found)
+            raise TransferError(f"{found}: update again once the trainer has sent it")
         receiver.fetch()
         self._fetched = True
 
@@ -152,7 +152,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         """Process the last layers; the version is in place when this returns."""
         receiver = self._require()
         if not self._fetched:
-            return  # there was nothing new
+            return  # the version was applied before
         # Whatever happens, the next update starts afresh.
         self._fetched = False
         receiver.commit()

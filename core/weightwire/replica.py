@@ -1,0 +1,267 @@
+"""One inference rank's part in applying a version, in step with its siblings."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import msgspec
+
+from weightwire.contract import Capabilities, Offer, Policy, ReceiverTransport
+from weightwire.deadline import Deadline, Watch
+from weightwire.errors import SessionError, TableMismatch, WeightWireError
+from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
+from weightwire.pipeline import FetchPlan, combine
+from weightwire.report import Phases, Report
+from weightwire.session.agreement import Agreement
+from weightwire.session.records import Applied, RankReport
+from weightwire.session.session import Session
+from weightwire.table import TensorTable
+from weightwire.targets import WeightTarget
+from weightwire.waiting import Act, Run, Steps, drive
+
+__all__ = ["Attempt", "Replica"]
+
+_GO, _AGAIN = b"go", b"again"
+_GRACE_SECONDS = 0.3
+"""How much longer other ranks wait than rank 0, to hear its reason rather than their own."""
+
+
+class Attempt:
+    """One version on its way into the target."""
+
+    def __init__(self, before: int | None) -> None:
+        self.before = before
+        self.offer: Offer | None = None
+        self.run: Run[Policy] | None = None
+        self.told = False
+        self.dirty = False
+        self.fetched = False
+        self.committed = False
+        self.digest = 0
+        self.total = 0
+        self.phases = Phases()
+        self.began = time.perf_counter()
+
+    def reset(self, offer: Offer) -> None:
+        """A (newer) offer was taken: its clock starts now."""
+        self.offer = offer
+        self.phases = Phases()
+        self.began = time.perf_counter()
+
+    @property
+    def policy(self) -> Policy:
+        assert self.offer is not None  # noqa: S101 - begun
+        return self.offer.policy
+
+
+class Replica:
+    """This rank's target and transport, and the agreement with the replica's other ranks.
+
+    Rank 0 performs the acts of its ``ReceiverMachine``; the others follow what it
+    tells.  A failure on one rank is raised on all of them.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        agreement: Agreement,
+        transport: ReceiverTransport,
+        target: WeightTarget,
+        capabilities: Capabilities,
+        incarnation: int,
+        watch: Watch,
+    ) -> None:
+        self._session = session
+        self._agreement = agreement
+        self._transport = transport
+        self._target = target
+        self._capabilities = capabilities
+        self._incarnation = incarnation
+        self._watch = watch
+        self._plan: FetchPlan | None = None
+        self._table_digest = ""
+
+    def perform(self, attempt: Attempt, act: Act) -> object:
+        """Rank 0: carry out what the machine asks for, on all ranks."""
+        match act:
+            case Prepare(offer):
+                return self._lead_prepare(attempt, offer)
+            case Install():
+                return None
+            case Fetch():
+                return drive(self.fetch_on_all(attempt), self._watch)
+            case Commit():
+                return drive(self.commit_on_all(attempt), self._watch)
+            case Rollback(error):
+                return self.roll_back(attempt, error)
+        raise TypeError(f"a receiver doesn't perform {act!r}")
+
+    def _lead_prepare(self, attempt: Attempt, offer: Offer) -> tuple[bytes, ...]:
+        if attempt.offer is not None:
+            self._agreement.tell("go", _AGAIN)
+        attempt.reset(offer)
+        self._agreement.next_round()
+        attempt.told = True
+        self._agreement.tell("offer", msgspec.msgpack.encode(offer))
+        return drive(self.prepare_on_all(attempt, offer), self._watch)
+
+    # ---------------------------------------------------------------------- every rank
+
+    def prepare_on_all(self, attempt: Attempt, offer: Offer) -> Steps[tuple[bytes, ...]]:
+        error: BaseException | None = None
+        described = b""
+        with attempt.phases.timed("ready"):
+            try:
+                self._prepare(offer)
+                described = self._transport.describe()
+            except Exception as caught:
+                error = caught
+            return (yield from self._agreement.agree("prepared", described, error))
+
+    def _prepare(self, offer: Offer) -> None:
+        if offer.table_digest == self._table_digest:
+            return
+        payload = self._session.get_blob(offer.table_digest)
+        if payload is None:
+            raise SessionError(
+                f"the tensor table of {offer.policy} isn't in the session: was it deleted? "
+                "send a new version"
+            )
+        table = TensorTable.decode(payload)
+        if len(offer.senders) != table.world_size:
+            raise TableMismatch(
+                f"{offer.policy} names {len(offer.senders)} sender ranks, its table "
+                f"{table.world_size}: run one weightwire version on both sides"
+            )
+        self._table_digest = ""
+        regions = tuple(self._target.plan(table))
+        self._transport.set_plan(table, regions)
+        self._plan = FetchPlan(table, regions)
+        self._table_digest = offer.table_digest
+
+    def fetch_on_all(self, attempt: Attempt) -> Steps[None]:
+        assert self._plan is not None  # noqa: S101 - prepared
+        assert attempt.offer is not None  # noqa: S101 - begun
+        offer = attempt.offer
+        error: BaseException | None = None
+        digest = 0
+        try:
+            self._transport.begin(offer)
+            attempt.dirty = True
+            self._target.begin(offer.policy.version)
+            digest = self._plan.fetch(
+                self._transport,
+                self._target,
+                self._capabilities,
+                version=offer.policy.version,
+                verify=offer.verify,
+                watch=self._watch,
+                phases=attempt.phases,
+            )
+        except BaseException as caught:
+            if self._agreement.alone:
+                raise
+            error = caught
+        payload = digest.to_bytes(8, "little")
+        digests = yield from self._agreement.agree("fetched", payload, error)
+        attempt.digest = digest
+        attempt.total = sum(int.from_bytes(part, "little") for part in digests) & ((1 << 64) - 1)
+
+    def commit_on_all(self, attempt: Attempt) -> Steps[Applied]:
+        assert attempt.offer is not None  # noqa: S101 - begun
+        assert self._plan is not None  # noqa: S101 - prepared
+        error: BaseException | None = None
+        try:
+            with attempt.phases.timed("finalize"):
+                self._target.commit()
+        except BaseException as caught:
+            if self._agreement.alone:
+                raise
+            error = caught
+        with attempt.phases.timed("commit"):
+            yield from self._agreement.agree("committed", b"", error)
+            # Rank 0 reports the version as applied only when the others need no record more.
+            self._agreement.acknowledge("settled")
+            if self._agreement.leads:
+                yield from self._agreement.acknowledged("settled")
+        attempt.committed = True
+        return Applied(
+            self._incarnation,
+            nbytes=self._plan.nbytes,
+            seconds=time.perf_counter() - attempt.began,
+            digest=combine(attempt.total, attempt.offer.verify),
+        )
+
+    def roll_back(self, attempt: Attempt, error: BaseException) -> bool:
+        """Undo on this rank; True only if every rank's target is what it was."""
+        restored = True
+        with contextlib.suppress(Exception):
+            self._transport.abort(error)
+        if attempt.dirty:
+            try:
+                restored = not attempt.committed and bool(self._target.rollback(error))
+            except Exception as failure:
+                error.add_note(f"rolling back failed too: {failure}")
+                restored = False
+        if self._agreement.alone:
+            return restored
+        report = RankReport(b"\1" if restored else b"\0")
+        try:
+            reports = drive(
+                self._agreement.gather("rolled-back", report), self._watch_followers(renew=True)
+            )
+        except WeightWireError:
+            return False
+        return all(part.payload == b"\1" for part in reports)
+
+    # ---------------------------------------------------------------------- other ranks
+
+    def tell_go(self) -> None:
+        """Rank 0: the transfer has started."""
+        self._agreement.tell("go", _GO)
+
+    def follow_begin(self, attempt: Attempt) -> Offer:
+        """Other ranks: what rank 0 takes, planned and started."""
+        return drive(self._follow_begin(attempt), self._watch_followers())
+
+    def _follow_begin(self, attempt: Attempt) -> Steps[Offer]:
+        while True:
+            self._agreement.next_round()
+            offer = msgspec.msgpack.decode((yield from self._agreement.hear("offer")), type=Offer)
+            attempt.reset(offer)
+            yield from self.prepare_on_all(attempt, offer)
+            if (yield from self._agreement.hear("go")) == _GO:
+                return offer
+
+    def _watch_followers(self, *, renew: bool = False) -> Watch:
+        """A watch that outlasts rank 0's, so that its reason is heard rather than our own."""
+        watch = Watch()
+        left = self._watch.deadline.remaining()
+        watch.start(Deadline(left + (1.0 if renew else _GRACE_SECONDS)))
+        return watch
+
+    def tell_failure(self, attempt: Attempt, error: BaseException) -> None:
+        if not attempt.told:
+            self._agreement.next_round()
+            self._agreement.tell("offer", b"", error)
+        self._agreement.tell("go", b"", error)
+
+    def report(self, attempt: Attempt, backend: str) -> Report:
+        """What the attempt did on this rank."""
+        assert self._plan is not None  # noqa: S101 - prepared
+        assert attempt.offer is not None  # noqa: S101 - begun
+        policy = attempt.offer.policy
+        return Report(
+            role="receiver",
+            backend=backend,
+            version=policy.version,
+            attempt=policy.attempt,
+            incarnation=policy.incarnation,
+            nbytes=self._plan.nbytes,
+            seconds=time.perf_counter() - attempt.began,
+            phases=dict(attempt.phases.seconds),
+            digest=combine(attempt.digest, attempt.offer.verify),
+            path=f"{backend} ({self._capabilities.flow})",
+            roster=attempt.offer.roster,
+        )

@@ -1,0 +1,113 @@
+"""vLLM's own weight transfer calls, over a real backend and session."""
+
+from __future__ import annotations
+
+import pytest
+
+import weightwire
+from weightwire.errors import HandleError, TableMismatch, TransferError, TransferTimeout
+from weightwire_vllm import inprocess
+from weightwire_vllm.models import CheckpointSource, tiny_model
+from weightwire_vllm.plugin import register
+
+
+@pytest.fixture(params=["qwen3-tied", "qwen3_moe"], scope="module")
+def lab(request, labs):
+    return labs(request.param)
+
+
+@pytest.fixture
+def session(tmp_path):
+    return f"file://{tmp_path / 'run'}"
+
+
+@pytest.fixture
+def attached(lab, session):
+    inprocess.attach(
+        lab.llm, session=session, backend="filesystem", receiver_id="replica-0", timeout=20
+    )
+    yield lab
+    lab.llm.shutdown_weight_transfer_engine()
+
+
+def send(session, model, version):
+    source = CheckpointSource(model)
+    with weightwire.open_sender("filesystem", session=session, source=source) as sender:
+        return sender.send(version=version)
+
+
+def test_registration_is_idempotent():
+    register()
+    register()
+
+
+def test_engine_follows_the_trainer(attached, session):
+    lab = attached
+    with weightwire.open_sender(
+        "filesystem", session=session, source=CheckpointSource(lab.models["B"])
+    ) as sender:
+        sender.send(version=1)
+        inprocess.update(lab.llm)
+        lab.is_("B")
+        # Asked again, it is answered and not fetched again.
+        inprocess.update(lab.llm, version=1, timeout=0.5)
+        lab.is_("B")
+        with pytest.raises(TransferTimeout):
+            inprocess.update(lab.llm, version=2, timeout=0.5)
+        lab.is_("B")
+        sender.send(version=2)
+        inprocess.update(lab.llm, version=2)
+        lab.is_("B")
+        assert lab.llm.get_weight_version() == "2"
+    send(session, lab.models["A"], 3)
+    inprocess.update(lab.llm)
+    lab.is_("A")
+
+
+def test_an_older_offer_than_asked_for_is_left_alone(attached, session):
+    lab = attached
+    before = lab.now()
+    send(session, lab.models["B"], 1)
+    with pytest.raises(TransferError, match="asked for"):
+        inprocess.update(lab.llm, version=2)
+    assert lab.now() == before
+    inprocess.update(lab.llm, version=1)
+    lab.is_("B")
+
+
+def test_a_damaged_version_leaves_an_engine_that_recovers(attached, session, tmp_path):
+    lab = attached
+    send(session, lab.models["B"], 1)
+    payloads = sorted((tmp_path / "run").rglob("*.safetensors"))
+    largest = max(payloads, key=lambda path: path.stat().st_size)
+    largest.chmod(0o600)
+    with largest.open("r+b") as file:
+        file.seek(-3, 2)
+        last = file.read(1)
+        file.seek(-3, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(TransferError):
+        inprocess.update(lab.llm)
+    lab.now()  # it generates
+    send(session, lab.models["A"], 2)
+    inprocess.update(lab.llm)
+    lab.is_("A")
+
+
+def test_another_model_is_declined(attached, session):
+    lab = attached
+    send(session, lab.models["A"], 1)
+    inprocess.update(lab.llm)
+    other = tiny_model(lab.kind, 3, vocab_size=300, num_attention_heads=8)
+    send(session, other, 2)
+    with pytest.raises(TableMismatch, match="q_proj"):
+        inprocess.update(lab.llm)
+    lab.is_("A")
+    send(session, lab.models["B"], 3)
+    inprocess.update(lab.llm)
+    lab.is_("B")
+
+
+def test_updates_need_a_session(lab):
+    with pytest.raises(HandleError, match="init_weight_transfer_engine"):
+        lab.llm.start_weight_update()
