@@ -134,12 +134,12 @@ def _view_version(session: Session, policy: Policy, now: float) -> VersionView |
     else:
         state = "offered"
     ready, applied = {}, {}
-    for name in session.children(keys.version(policy, "ready")):
-        answer = session.read(keys.version(policy, "ready", name), Ready)
+    for name, incarnation in _answers(session, policy, "ready"):
+        answer = session.read(keys.answer(policy, "ready", name, incarnation), Ready)
         if answer is not None:
             ready[name] = "yes" if answer.declined is None else answer.declined.message
-    for name in session.children(keys.version(policy, "applied")):
-        result = session.read(keys.version(policy, "applied", name), Applied)
+    for name, incarnation in _answers(session, policy, "applied"):
+        result = session.read(keys.answer(policy, "applied", name, incarnation), Applied)
         if result is not None:
             applied[name] = "yes" if result.error is None else result.error.message
     return VersionView(
@@ -156,3 +156,11 @@ def _view_version(session: Session, policy: Policy, now: float) -> VersionView |
         error="" if outcome is None or outcome.error is None else outcome.error.message,
         retired=session.read(keys.retired(policy), Retired) is not None,
     )
+
+
+def _answers(session: Session, policy: Policy, sentinel: str) -> Iterator[tuple[str, int]]:
+    """Who answered, with its incarnations rising."""
+    prefix = keys.version(policy, sentinel)
+    for receiver_id in session.children(prefix):
+        for incarnation in session.numbers(f"{prefix}/{receiver_id}"):
+            yield receiver_id, incarnation

@@ -187,7 +187,6 @@ class Replica:
                 yield from self._agreement.acknowledged("settled")
         attempt.committed = True
         return Applied(
-            self._incarnation,
             nbytes=self._plan.nbytes,
             seconds=time.perf_counter() - attempt.began,
             digest=combine(attempt.total, attempt.offer.verify),

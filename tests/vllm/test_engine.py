@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 import weightwire
-from weightwire.errors import HandleError, TableMismatch, TransferError, TransferTimeout
+from weightwire.errors import (
+    ConfigError,
+    HandleError,
+    TableMismatch,
+    TransferError,
+    TransferTimeout,
+)
 from weightwire_vllm import inprocess
 from weightwire_vllm.models import CheckpointSource, tiny_model
 from weightwire_vllm.plugin import register
@@ -109,5 +115,8 @@ def test_another_model_is_declined(attached, session):
 
 
 def test_updates_need_a_session(lab):
-    with pytest.raises(HandleError, match="init_weight_transfer_engine"):
-        lab.llm.start_weight_update()
+    for _ in range(2):
+        with pytest.raises(HandleError, match="init_weight_transfer_engine"):
+            inprocess.update(lab.llm)
+    with pytest.raises(ConfigError, match="receiver_id"):
+        lab.llm.init_weight_transfer_engine({"init_info": {"session": "file:///tmp/x"}})

@@ -64,13 +64,26 @@ class ReceiverMachine:
     def receiver_id(self) -> str:
         return self.member.record.member_id
 
+    @property
+    def _reading(self) -> str:
+        return keys.reading(self.receiver_id, self.member.incarnation)
+
+    def _answer(self, policy: Policy, sentinel: str) -> str:
+        return keys.answer(policy, sentinel, self.receiver_id, self.member.incarnation)
+
     def _enter(self, state: ReceiverState) -> None:
         if state not in RECEIVER_TRANSITIONS[self.state]:
             raise AssertionError(f"receiver can't go from {self.state} to {state}")
         self.state = state
 
     def newest_offer(self) -> OfferRecord | None:
-        """The offer that ``receive`` would take now, or None."""
+        """The offer that ``receive`` would take now, or None.
+
+        Raises:
+            SessionError: another process has taken this receiver's id.
+            ConfigError: the sender uses another backend.
+        """
+        self._refuse_if_superseded()
         sender = newest(self.session, "senders")
         if sender is None:
             return None
@@ -87,6 +100,14 @@ class ReceiverMachine:
             return record if open_to_us and outcome_of(self.session, policy) is None else None
         return None
 
+    def _refuse_if_superseded(self) -> None:
+        current = newest(self.session, self.member.kind)
+        if current is not None and current.incarnation != self.member.incarnation:
+            raise SessionError(
+                f"receiver {self.receiver_id!r} was taken over by process {current.record.pid} on "
+                f"{current.record.host}: close this receiver"
+            )
+
     def _newest_published(self, sender: Member) -> OfferRecord | None:
         for policy in policies(self.session, sender.incarnation):
             outcome = outcome_of(self.session, policy)
@@ -96,15 +117,13 @@ class ReceiverMachine:
                 continue
             return self._unless_current(policy)
         for policy in readable_policies(self.session, sender):
-            return self._unless_current(policy)
+            # What was dropped before its late outcome was seen isn't readable.
+            if self.session.read(keys.retired(policy), Retired) is None:
+                return self._unless_current(policy)
         return None
 
     def _unless_current(self, policy: Policy) -> OfferRecord | None:
-        if policy == self.serving:
-            return None
-        if self.session.read(keys.retired(policy), Retired) is not None:
-            return None
-        record = offer_of(self.session, policy)
+        record = offer_of(self.session, policy) if policy != self.serving else None
         if record is not None:
             self._refuse_other_backend(record)
         return record
@@ -149,17 +168,17 @@ class ReceiverMachine:
             yield Waiting("offer", ("the sender" if sender is not None else "a sender to join",))
 
     def _prepare(self, offer: Offer) -> Steps[None]:
-        place = keys.version(offer.policy, "ready", self.receiver_id)
+        place = self._answer(offer.policy, "ready")
         try:
             transports: tuple[bytes, ...] = yield Prepare(offer)
         except GeneratorExit:
             raise
         except BaseException as error:
             self._tried = offer.policy
-            self.session.write(place, Ready(self.member.incarnation, declined=ErrorInfo.of(error)))
+            self.session.write(place, Ready(declined=ErrorInfo.of(error)))
             raise
         if self.capabilities.flow != "store":
-            self.session.write(place, Ready(self.member.incarnation, transports))
+            self.session.write(place, Ready(transports))
         self._enter(ReceiverState.READY)
 
     def _await_start(self, offer: Offer) -> Steps[bool]:
@@ -167,18 +186,19 @@ class ReceiverMachine:
         policy = offer.policy
         if self.capabilities.flow == "store":
             # The lease comes before the look at the mark: see SenderMachine.retire.
-            self.session.write(
-                keys.reading(self.receiver_id), Reading(self.member.incarnation, policy)
-            )
+            self.session.write(self._reading, Reading(policy))
             if self.session.read(keys.retired(policy), Retired) is None:
                 return offer_of(self.session, policy) is not None
-            self.session.delete(keys.reading(self.receiver_id))
             return False
         while True:
             if outcome_of(self.session, policy) is not None:
                 return False
-            if self.session.read(keys.version(policy, "started"), Started) is not None:
-                return True
+            started = self.session.read(keys.version(policy, "started"), Started)
+            if started is not None:
+                if started.readers.get(self.receiver_id) == self.member.incarnation:
+                    return True
+                self._tried = policy  # it goes on without us
+                return False
             sender = newest(self.session, "senders")
             if sender is None or sender.incarnation != policy.incarnation:
                 return False
@@ -203,11 +223,17 @@ class ReceiverMachine:
             self._write_status(Status("serving", policy, digest=applied.digest))
             self._release()
             # The last write: once the sender has read it, it may take the session away.
-            self.session.write(keys.version(policy, "applied", self.receiver_id), applied)
+            self.session.write(self._answer(policy, "applied"), applied)
         except GeneratorExit:
             raise
         except BaseException as error:
-            restored = bool((yield Rollback(error)))
+            try:
+                restored = bool((yield Rollback(error)))
+            except GeneratorExit:
+                raise
+            except BaseException:
+                self._fail(policy, error, None, restored=False)
+                raise
             self._fail(policy, error, before if restored else None, restored)
             raise
         self.serving, self.tainted = policy, None
@@ -229,8 +255,7 @@ class ReceiverMachine:
             self._release()
             tainted = self.tainted is not None
             self.session.write(
-                keys.version(policy, "applied", self.receiver_id),
-                Applied(self.member.incarnation, error=info, tainted=tainted),
+                self._answer(policy, "applied"), Applied(error=info, tainted=tainted)
             )
 
     def _settle(self) -> None:
@@ -241,7 +266,7 @@ class ReceiverMachine:
         if self.capabilities.flow == "store":
             # A lease that can't be given back ends with this member's own.
             with contextlib.suppress(SessionError):
-                self.session.delete(keys.reading(self.receiver_id))
+                self.session.delete(self._reading)
 
     def _write_current_status(self) -> None:
         if self.tainted is not None:

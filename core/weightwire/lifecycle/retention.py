@@ -69,15 +69,17 @@ class Retention:
     def _being_read(self) -> set[Policy]:
         held = set()
         for receiver_id in self.session.children("reading"):
-            reading = self.session.read(keys.reading(receiver_id), Reading)
             member = newest(self.session, f"receivers/{receiver_id}")
-            if (
-                reading is not None
-                and member is not None
-                and member.incarnation == reading.incarnation
-                and self.observer.is_alive(member)
-            ):
-                held.add(reading.policy)
+            for incarnation in self.session.numbers(f"reading/{receiver_id}"):
+                key = keys.reading(receiver_id, incarnation)
+                reading = self.session.read(key, Reading)
+                if reading is None:
+                    continue
+                if member is not None and incarnation == member.incarnation:
+                    if self.observer.is_alive(member):
+                        held.add(reading.policy)
+                elif member is not None and incarnation < member.incarnation:
+                    self.session.delete(key)  # its writer was replaced
         return held
 
     def _forget_records(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weightwire.contract import Capabilities, Offer, Policy, Wait
-from weightwire.errors import ConfigError, PeerLost, SessionError
+from weightwire.errors import ConfigError, PeerLost, SessionError, WeightWireError
 from weightwire.lifecycle.acts import Transfer
+from weightwire.lifecycle.history import outcome_of
 from weightwire.lifecycle.states import (
     SENDER_TRANSITIONS,
     SenderState,
@@ -137,14 +138,13 @@ class SenderMachine:
                 self._start(policy, roster)
             else:
                 readers = yield from self._gather_ready(offer, roster, offering)
-                self._start(policy, readers)
+                self._start(policy, roster)
                 yield Transfer(offer, readers)
             if offering.wait == "applied":
                 yield from self._gather_applied(offer, roster, offering)
             self._enter(SenderState.CLOSING)
             self._refuse_if_superseded()
             self._conclude(policy, None, began)
-            self._last_finished = True
         except GeneratorExit:
             raise  # a crash, to the tests: nothing may be written any more
         except BaseException as error:
@@ -154,16 +154,22 @@ class SenderMachine:
         self._enter(SenderState.IDLE)
         return policy
 
-    def _start(self, policy: Policy, readers: Mapping[str, object]) -> None:
+    def _start(self, policy: Policy, readers: Mapping[str, Member]) -> None:
         self._refuse_if_superseded()
-        self.session.write(keys.version(policy, "started"), Started(tuple(sorted(readers))))
+        started = Started({name: readers[name].incarnation for name in sorted(readers)})
+        self.session.write(keys.version(policy, "started"), started)
         self._enter(SenderState.STARTED)
 
     def _conclude(self, policy: Policy, error: BaseException | None, began: float) -> None:
         info = None if error is None else ErrorInfo.of(error)
         outcome = Outcome(info, time.monotonic() - began, time.time())
         try:
-            self.session.create(keys.version(policy, "outcome"), outcome)
+            if self.session.create(keys.version(policy, "outcome"), outcome):
+                self._last_finished = error is None
+            else:
+                # Interrupted just after it was written: what is there counts.
+                written = outcome_of(self.session, policy)
+                self._last_finished = written is not None and written.error is None
         except SessionError:
             if error is None:
                 raise  # else the first error matters more than a session that is gone
@@ -204,9 +210,10 @@ class SenderMachine:
         readers: dict[str, Sequence[bytes]] = {}
         while missing := sorted(roster.keys() - readers.keys()):
             for receiver_id in missing:
-                ready = self.session.read(keys.version(offer.policy, "ready", receiver_id), Ready)
                 member = roster[receiver_id]
-                if ready is not None and ready.incarnation == member.incarnation:
+                place = keys.answer(offer.policy, "ready", receiver_id, member.incarnation)
+                ready = self.session.read(place, Ready)
+                if ready is not None:
                     if ready.declined is not None:
                         raise ready.declined.to_error(f"receiver {receiver_id!r} declined")
                     readers[receiver_id] = ready.transports
@@ -223,17 +230,13 @@ class SenderMachine:
         applied: set[str] = set()
         while missing := sorted(roster.keys() - applied):
             for receiver_id in missing:
-                record = self.session.read(
-                    keys.version(offer.policy, "applied", receiver_id), Applied
-                )
                 member = roster[receiver_id]
-                if record is not None and record.incarnation == member.incarnation:
-                    if record.error is not None:
-                        error = record.error.to_error(f"receiver {receiver_id!r} failed")
-                        if offering.on_receiver_loss == "fail":
-                            raise error
-                        del roster[receiver_id]
-                        continue
+                place = keys.answer(offer.policy, "applied", receiver_id, member.incarnation)
+                record = self.session.read(place, Applied)
+                if record is not None and record.error is not None:
+                    error = record.error.to_error(f"receiver {receiver_id!r} failed")
+                    self._go_on_without(receiver_id, roster, offering, error)
+                elif record is not None:
                     applied.add(receiver_id)
                 elif self._is_lost(receiver_id, member):
                     self._lose(receiver_id, roster, offering)
@@ -250,12 +253,21 @@ class SenderMachine:
         )
 
     def _lose(self, receiver_id: str, roster: dict[str, Member], offering: Offering) -> None:
-        """A roster member is gone: fail, or go on without it."""
         record = roster[receiver_id].record
         error = PeerLost(
             f"receiver {receiver_id!r} (process {record.pid} on {record.host}) is gone: restart "
             "it, or open the sender with on_receiver_loss='continue'"
         )
+        self._go_on_without(receiver_id, roster, offering, error)
+
+    def _go_on_without(
+        self,
+        receiver_id: str,
+        roster: dict[str, Member],
+        offering: Offering,
+        error: WeightWireError,
+    ) -> None:
+        """A roster member is gone or has failed: raise ``error``, or strike it off."""
         if offering.on_receiver_loss == "fail" or self.capabilities.flow == "collective":
             raise error
         del roster[receiver_id]

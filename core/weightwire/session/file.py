@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote
 
 from weightwire.errors import ConfigError, SessionError
@@ -16,6 +19,9 @@ __all__ = ["FileScheme", "FileStore"]
 
 _RECORDS = "records"
 _MAX_VALUE = 256 << 20
+_WRITES = 5
+
+T = TypeVar("T")
 
 
 class FileStore(SessionStore):
@@ -30,12 +36,12 @@ class FileStore(SessionStore):
         self.directory = directory
         self.url = f"file://{directory}"
         self._records = directory / _RECORDS
-        if not directory.parent.is_dir():
-            raise SessionError(
-                f"session directory {directory}: its parent doesn't exist; "
-                "create it, or mount the shared filesystem"
-            )
         try:
+            if not directory.parent.is_dir():
+                raise SessionError(
+                    f"session directory {directory}: its parent doesn't exist; "
+                    "create it, or mount the shared filesystem"
+                )
             directory.mkdir(mode=0o700, exist_ok=True)
             self._records.mkdir(mode=0o700, exist_ok=True)
             probe = self._records / f".probe-{secrets.token_hex(6)}"
@@ -62,27 +68,16 @@ class FileStore(SessionStore):
     def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
         path = self._records / key
         try:
-            temporary = self._write_temporary(path, value, durable)
-            temporary.replace(path)
-            if durable:
-                _sync_directory(path.parent)
+            _despite_deletion(lambda: self._replace(path, value, durable))
         except OSError as error:
             raise self._error("write", key, error) from error
 
     def create(self, key: str, value: bytes) -> bool:
         path = self._records / key
         try:
-            temporary = self._write_temporary(path, value, durable=True)
-            try:
-                path.hardlink_to(temporary)
-            except FileExistsError:
-                return False
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_directory(path.parent)
+            return _despite_deletion(lambda: self._link(path, value))
         except OSError as error:
             raise self._error("create", key, error) from error
-        return True
 
     def delete(self, key: str) -> None:
         try:
@@ -117,6 +112,28 @@ class FileStore(SessionStore):
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def _replace(self, path: Path, value: bytes, durable: bool) -> None:
+        temporary = self._write_temporary(path, value, durable)
+        try:
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        if durable:
+            _sync_directory(path.parent)
+
+    def _link(self, path: Path, value: bytes) -> bool:
+        temporary = self._write_temporary(path, value, durable=True)
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            # Over NFS a link that was made may be answered as one that was there.
+            return temporary.stat().st_nlink == 2
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_directory(path.parent)
+        return True
 
     def _write_temporary(self, path: Path, value: bytes, durable: bool) -> Path:
         _make_directories(path.parent, self._records)
@@ -155,6 +172,8 @@ class FileScheme(SessionScheme):
                 f"session URL {url.geturl()!r} names host {url.netloc!r}: "
                 "write file:///absolute/path, with three slashes"
             )
+        if "\0" in unquote(url.path):
+            raise ConfigError(f"session URL {url.geturl()!r} has a zero byte: take it out")
         path = Path(unquote(url.path))
         if os.name == "nt":
             path = Path(unquote(url.path).lstrip("/"))
@@ -165,8 +184,16 @@ class FileScheme(SessionScheme):
         return FileStore(path)
 
 
+def _despite_deletion(write: Callable[[], T]) -> T:
+    """Write again where ``delete_tree`` took the directory away meanwhile."""
+    for _ in range(_WRITES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return write()
+    return write()
+
+
 def _make_directories(path: Path, root: Path) -> None:
-    """``mkdir -p`` below ``root`` that tolerates a concurrent ``delete_tree``."""
+    """``mkdir -p`` below ``root``."""
     if path.is_dir():
         return
     if path != root:

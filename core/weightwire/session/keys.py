@@ -9,10 +9,13 @@
     receivers/<id>/<n>/ranks/<k>, .../joined
     tables/<digest>                             tensor tables, as bytes
     versions/<n>/<version>.<attempt>/{offer,started,outcome}
-    versions/<n>/<version>.<attempt>/{ready,applied}/<receiver id>
-    reading/<receiver id>                       which version a receiver is reading
+    versions/<n>/<version>.<attempt>/{ready,applied}/<receiver id>/<receiver's n>
+    reading/<receiver id>/<receiver's n>        which version a receiver is reading
     retired/<n>/<version>.<attempt>             no reader may start on this any more
     agree/<kind>/<n>/<round>/<step>/<rank>    agreement among the ranks of one side
+
+Every record has one writer: an incarnation that was taken for dead, and wakes up,
+can't overwrite what its successor wrote.
 
 Keys are ``/``-separated components of ``[A-Za-z0-9._-]``, none of them ``.``
 or ``..``: a store may use them as paths.
@@ -28,6 +31,8 @@ from weightwire.errors import ConfigError
 __all__ = [
     "SESSION",
     "agree",
+    "answer",
+    "is_component",
     "member",
     "parse_policy",
     "reading",
@@ -52,6 +57,11 @@ def validate_member_id(member_id: str) -> str:
             "not starting with a dot"
         )
     return member_id
+
+
+def is_component(name: str) -> bool:
+    """Whether a name that a store lists can be part of a key."""
+    return _COMPONENT.match(name) is not None
 
 
 def validate_key(key: str) -> str:
@@ -83,8 +93,13 @@ def retired(policy: Policy) -> str:
     return f"retired/{_policy(policy)}"
 
 
-def reading(receiver_id: str) -> str:
-    return f"reading/{receiver_id}"
+def answer(policy: Policy, sentinel: str, receiver_id: str, incarnation: int) -> str:
+    """Key of a receiver's ``ready`` or ``applied``."""
+    return version(policy, sentinel, receiver_id, f"{incarnation:06d}")
+
+
+def reading(receiver_id: str, incarnation: int) -> str:
+    return f"reading/{receiver_id}/{incarnation:06d}"
 
 
 def agree(kind: str, incarnation: int, *rest: str) -> str:

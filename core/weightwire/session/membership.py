@@ -59,7 +59,7 @@ def claim(
         current = newest(session, kind)
         if current is not None:
             yield from _refuse_if_alive(session, observer, current, member_id)
-        taken = max(session.numbers(kind), default=0)
+        taken = _last_taken(session, kind)
         record = MemberRecord(
             member_id=member_id,
             incarnation=taken + 1,
@@ -78,6 +78,18 @@ def claim(
                 if older < taken:
                     _forget_incarnation(session, kind, older)
             return Member(kind, record)
+
+
+def _last_taken(session: Session, kind: str) -> int:
+    """The highest incarnation that anything was written for.
+
+    A number without records is one that another process is about to create in
+    a store of directories: it counts as free, and creating it decides who has it.
+    """
+    for number in reversed(session.numbers(kind)):
+        if session.children(keys.member(kind, number)):
+            return number
+    return 0
 
 
 def _refuse_if_alive(
@@ -197,8 +209,8 @@ def enter(
         steps = join(session, kind, rank=rank, world_size=world_size, member_id=member_id)
         member = drive(steps, watch)
     keeper = LeaseKeeper(session, member, look_around, renew=rank == 0)
-    keeper.start()
     try:
+        keeper.start()
         if rank == 0 and world_size > 1:
             drive(confirm(session, member), watch)
     except BaseException:

@@ -135,21 +135,24 @@ class OfferRecord(Record, frozen=True):
 class Ready(Record, frozen=True):
     """``receiver_ready``, or declined."""
 
-    incarnation: Count
     transports: Annotated[tuple[bytes, ...], Meta(max_length=1 << 20)] = ()
     declined: ErrorInfo | None = None
 
 
 class Started(Record, frozen=True):
-    """``started``."""
+    """``started``.
 
-    readers: Annotated[tuple[str, ...], Meta(max_length=1 << 20)] = ()
+    Attributes:
+        readers: the receivers that the transfer waits for, with their incarnations:
+            one that restarted meanwhile isn't among them.
+    """
+
+    readers: Annotated[dict[Name, Count], Meta(max_length=1 << 20)] = {}
 
 
 class Applied(Record, frozen=True):
     """``receiver_applied``, or failed."""
 
-    incarnation: Count
     nbytes: Count = 0
     seconds: Annotated[float, Meta(ge=0)] = 0.0
     digest: Name = ""
@@ -168,7 +171,6 @@ class Outcome(Record, frozen=True):
 class Reading(Record, frozen=True):
     """A receiver reads this version: don't delete it."""
 
-    incarnation: Count
     policy: Policy
 
 
@@ -288,7 +290,7 @@ class Codec:
             raise AuthenticationError(
                 f"record {key!r} isn't signed: set WEIGHTWIRE_TOKEN on the process that wrote it"
             )
-        if not hmac.compare_digest(envelope.mac, self._mac(key, envelope)):
+        if not hmac.compare_digest(envelope.mac.encode(), self._mac(key, envelope).encode()):
             raise AuthenticationError(
                 f"record {key!r} was signed with another token: "
                 "give all members the same WEIGHTWIRE_TOKEN"

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from weightwire.deadline import Deadline
 from weightwire.errors import ConfigError, SessionError
@@ -22,6 +22,23 @@ _PART = 2 << 20
 _MAX_PARTS = 1 << 12
 
 R = TypeVar("R", bound=Record)
+
+
+def _split(url: object) -> SplitResult:
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+    except ValueError:
+        parts = None
+    if parts is None or not parts.scheme:
+        raise ConfigError(
+            f"session {url!r} is no URL: write file:///directory or tcp://host:port/name"
+        )
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"session URL {url!r} has a '?' or '#', which would cut it short: "
+            "write %3F or %23 instead"
+        )
+    return parts
 
 
 class Session:
@@ -63,11 +80,7 @@ class Session:
 
         token = os.environ.get(TOKEN_VARIABLE) if token is None else token
         authenticated = Codec(token).authenticates
-        parts = urlsplit(url) if isinstance(url, str) else None
-        if parts is None or not parts.scheme:
-            raise ConfigError(
-                f"session {url!r} is no URL: write file:///directory or tcp://host:port/name"
-            )
+        parts = _split(url)
         scheme = registry().session_scheme(parts.scheme)
         store = scheme.open(OpenRequest(parts, serve, authenticated, deadline))
         try:
@@ -82,7 +95,7 @@ class Session:
 
     def read(self, key: str, kind: type[R]) -> R | None:
         """The record at ``key``, authenticated and decoded, or None."""
-        payload = self.store.get(key)
+        payload = self.store.get(keys.validate_key(key))
         return None if payload is None else self._codec.open(key, payload, kind)
 
     def write(self, key: str, record: Record, *, durable: bool = True) -> None:
@@ -99,11 +112,13 @@ class Session:
         self.store.delete_tree(keys.validate_key(prefix))
 
     def children(self, prefix: str) -> list[str]:
-        return self.store.children(prefix)
+        """Sorted next components below ``prefix``; names that can't be ours are left out."""
+        names = self.store.children(keys.validate_key(prefix))
+        return [name for name in names if keys.is_component(name)]
 
     def numbers(self, prefix: str) -> list[int]:
         """Those children of ``prefix`` that are numbers, rising."""
-        return sorted(int(name) for name in self.children(prefix) if name.isdigit())
+        return sorted(int(name) for name in self.children(prefix) if name.isdecimal())
 
     def put_blob(self, payload: bytes) -> str:
         """Store bytes under their digest; returns it.  Bytes already there aren't written again."""
@@ -112,11 +127,11 @@ class Session:
         pieces = [payload[at : at + _PART] for at in range(0, len(payload), _PART)] or [b""]
         if len(pieces) > _MAX_PARTS:
             raise SessionError(f"{len(payload)} bytes are too many for a session record")
-        if f"{len(pieces) - 1:04d}.last" in self.children(prefix):
+        names = [f"{i:04d}" for i in range(len(pieces))]
+        names[-1] += ".last"  # says that it is the last, and is written last
+        if self.children(prefix) == names:
             return digest
-        for i, piece in enumerate(pieces):
-            # The name of the last part says that it is the last, and it is written last.
-            name = f"{i:04d}.last" if i == len(pieces) - 1 else f"{i:04d}"
+        for name, piece in zip(names, pieces, strict=True):
             self.store.put(f"{prefix}/{name}", piece)
         return digest
 

@@ -10,6 +10,7 @@ here by name, so that a missing name is one clear error and not a wrong result:
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ __all__ = [
     "config_context",
     "dressed",
     "drop_moe_kernels",
+    "end_update",
     "finish_reload",
     "give_moe_kernels",
     "is_attention",
@@ -97,18 +99,40 @@ class ReplicaLayout:
         rank: rank among the workers that share one copy of the model.
         world_size: number of those workers (tensor times pipeline parallel).
         suffix: tells data-parallel replicas of one engine apart; empty for one.
+        speaks: whether this worker raises the replica's errors.
     """
 
     rank: int
     world_size: int
     suffix: str
+    speaks: bool
 
 
 def replica_layout(vllm_config: Any) -> ReplicaLayout:
     """A worker's place, from its own parallel config."""
     parallel = vllm_config.parallel_config
     suffix = f"-dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
-    return ReplicaLayout(int(parallel.rank), int(parallel.world_size), suffix)
+    rank, world_size = int(parallel.rank), int(parallel.world_size)
+    # MultiprocExecutor leaves the replies behind the first failing rank unread.
+    # Under an external launcher every rank answers to a caller of its own.
+    alone = parallel.distributed_executor_backend == "external_launcher"
+    return ReplicaLayout(rank, world_size, suffix, alone or rank == world_size - 1)
+
+
+def end_update(engine: Any) -> None:
+    """Close the update session that the calling vLLM worker holds open.
+
+    The worker closes it itself only where ``update_weights`` raises, and not at
+    all where ``finish_weight_update`` does; it refuses the next one while open.
+    The engine isn't given its worker, so that it is found among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if caller is not None and getattr(caller, "weight_transfer_engine", None) is engine:
+            caller._weight_update_active = False
+            return
+        frame = frame.f_back
 
 
 def vllm_version() -> str | None:

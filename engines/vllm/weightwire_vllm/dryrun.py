@@ -44,6 +44,7 @@ class LoadTrace:
     Attributes:
         written: by destination (``module.tensor``), the elements written.
         writers: by destination, the names of the tensors that reached it.
+        claims: by destination and region, the tensors that each write to it came from.
         used: by tensor name, the elements that reached a destination.
         loadable: by destination, every element that a loader could write.
         buffers: destinations that are buffers.
@@ -51,6 +52,7 @@ class LoadTrace:
 
     written: dict[str, Cover] = field(default_factory=dict)
     writers: dict[str, set[str]] = field(default_factory=dict)
+    claims: dict[tuple[str, Extent], set[frozenset[str]]] = field(default_factory=dict)
     used: dict[str, Cover] = field(default_factory=dict)
     loadable: dict[str, Extent] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
@@ -248,9 +250,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         whole = self.trace.loadable[key]
         self.trace.written.setdefault(key, Cover(whole)).add(extent)
         writers = self.trace.writers.setdefault(key, set())
-        for name, used in origins | self._scalars:
+        origins |= self._scalars
+        for name, used in origins:
             writers.add(name)
             self.trace.used[name].add(used)
+        if origins:
+            names = frozenset(name for name, _ in origins)
+            self.trace.claims.setdefault((key, extent), set()).add(names)
         self._scalars = frozenset()
 
 

@@ -7,11 +7,13 @@ vLLM's session maps onto the receiver's calls, on every worker of the replica::
     update_weights                begin, fetch: the newest offer arrives in the model
     finish_weight_update          commit: it is in place, attention layers included
 
-Ranks agree inside the receiver, so that a failure is raised by all workers or
-by none; vLLM's own workers don't agree.  After a failure the kernel tensors are
-back and the engine can run, but it has to stay out of service until an update
-succeeds.  When ``finish_weight_update`` fails, vLLM's session stays open: call
-``update_weights`` again, without another ``start_weight_update``.
+Ranks agree inside the receiver, so that a failure is one on every worker.  Only
+the last worker raises it, and every worker closes vLLM's session: vLLM's executor
+reads the workers' replies in rank order and stops at the first failure, and what
+it leaves unread would be taken for the replies to the next call.  After a failure
+the kernel tensors are back and the engine can run, but it has to stay out of
+service until an update succeeds; the next one begins with
+``start_weight_update`` as always.
 
 Finishing an update doesn't drop what the scheduler has cached: reset the prefix
 cache (or pause with ``clear_cache``) before the engine serves the new version.
@@ -20,11 +22,13 @@ cache (or pause with ``clear_cache``) before the engine serves the new version.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import weightwire
 from weightwire.errors import ConfigError, HandleError, TransferError
+from weightwire_vllm import compat
 from weightwire_vllm.compat import (
     TransferEngine,
     TransferInitInfo,
@@ -34,6 +38,8 @@ from weightwire_vllm.compat import (
 from weightwire_vllm.target import VllmTarget
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from torch import nn
 
@@ -95,9 +101,24 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self._receiver: WeightReceiver | None = None
         self._timeout: float | None = None
         self._fetched = False
+        self._speaks = replica_layout(vllm_config).speaks
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
+        """As the base class, but ``init_transfer_engine`` raises what is wrong."""
+        try:
+            info: InitInfo = super().parse_init_info(init_dict)
+        except ValueError as error:
+            return ConfigError(str(error))
+        return info
+
+    def init_transfer_engine(self, init_info: InitInfo | Exception) -> None:
         """Open the receiver; a second call leaves the first session."""
+        with self._one_voice():
+            if isinstance(init_info, Exception):
+                raise init_info
+            self._open(init_info)
+
+    def _open(self, init_info: InitInfo) -> None:
         if self._fetched:
             raise HandleError("init during an update: finish it first")
         if not isinstance(init_info.receiver_id, str) or not init_info.receiver_id:
@@ -115,8 +136,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self._timeout = init_info.timeout
 
     def start_weight_update(self) -> None:
-        """Nothing moves yet, so that the engine may serve until ``update_weights``."""
-        self._require()
+        """Nothing: the engine may serve until ``update_weights``, which also refuses.
+
+        An error here couldn't close the session that vLLM opens on other workers.
+        """
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Fetch the newest offer into the model.
@@ -125,9 +148,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         engine doesn't have; the target synchronises where there is one.
 
         Raises:
-            WeightWireError: on every worker; the kernel tensors are back.
+            WeightWireError: on the last worker; the kernel tensors are back on all.
         """
-        self.receive_weights(self.parse_update_info(update_info))
+        with self._one_voice():
+            self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """As ``update_weights``, with parsed arguments."""
@@ -149,13 +173,17 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self._fetched = True
 
     def finish_weight_update(self) -> None:
-        """Process the last layers; the version is in place when this returns."""
-        receiver = self._require()
-        if not self._fetched:
-            return  # the version was applied before
-        # Whatever happens, the next update starts afresh.
-        self._fetched = False
-        receiver.commit()
+        """Process the last layers; the version is in place when this returns.
+
+        Raises:
+            WeightWireError: on the last worker; the kernel tensors are back on all.
+        """
+        with self._one_voice():
+            receiver = self._require()
+            if self._fetched:
+                # Whatever happens, the next update starts afresh.
+                self._fetched = False
+                receiver.commit()
 
     def shutdown(self) -> None:
         """Leave the session; the engine keeps its weights."""
@@ -168,6 +196,17 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
     def version(self) -> int | None:
         """Version that this worker serves, or None."""
         return None if self._receiver is None else self._receiver.version
+
+    @contextmanager
+    def _one_voice(self) -> Iterator[None]:
+        """Close vLLM's session on an error, and let only the last worker raise it."""
+        try:
+            yield
+        except Exception as error:
+            compat.end_update(self)
+            if self._speaks:
+                raise
+            _log.error("%s: %s", type(error).__name__, error)
 
     def _require(self) -> WeightReceiver:
         if self._receiver is None:

@@ -137,3 +137,13 @@ def token_logprobs(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[floa
         ]
         for tokens, output in zip(prompts, outputs, strict=True)
     ]
+
+
+def pause(llm: Any) -> None:
+    """Stop generating; requests in flight are kept.  Caches are cleared once they are stale."""
+    llm.llm_engine.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=False)
+
+
+def resume(llm: Any) -> None:
+    """Generate again, after ``pause``."""
+    llm.llm_engine.engine_core.engine_core.resume_scheduler()

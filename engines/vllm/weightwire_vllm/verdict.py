@@ -93,7 +93,7 @@ def check_table(
         raise TableMismatch(f"{error}{_difference(table, cold)}") from error
     _check_uses(table, aliases, whole, cold, ranks)
     _check_writes(table, whole, cold)
-    _check_writers(table, whole)
+    _check_claims(table, whole)
 
     wanted = [[offered for offered in group if whole.used[offered.name]] for group in groups]
     # The same again as it will really run, one call a group: a loader that needs
@@ -208,15 +208,14 @@ def _check_writes(table: TensorTable, trace: LoadTrace, cold: ColdLoad | None) -
     )
 
 
-def _check_writers(table: TensorTable, trace: LoadTrace) -> None:
-    for key, names in trace.writers.items():
-        if len(names) < 2:
-            continue
-        total = sum(trace.used[name].whole != trace.loadable[key] for name in names)
-        if total == 0 and len({table.ties.get(name, name) for name in names}) > 1:
+def _check_claims(table: TensorTable, trace: LoadTrace) -> None:
+    for (key, _), claims in trace.claims.items():
+        carriers = {frozenset(table.ties.get(name, name) for name in names) for names in claims}
+        if len(carriers) > 1:
+            names = sorted({name for names in claims for name in names})
             raise TableMismatch(
-                f"parameter {key!r} would be filled from {_listed(sorted(names))} in turn: the "
-                "engine ties what the trainer doesn't"
+                f"one region of parameter {key!r} would be filled from {_listed(names)} in turn: "
+                "the engine ties what the trainer doesn't"
             )
 
 
