@@ -63,6 +63,11 @@ def _validate(backend: Backend, options: Mapping[str, Any] | BackendConfig) -> B
                 f"not {type(options).__name__}"
             )
         return options
+    if not isinstance(options, Mapping):
+        raise ConfigError(
+            f"the options of backend {backend.name!r} are a {type(options).__name__}: "
+            f"give a mapping or a {backend.config.__name__}"
+        )
     try:
         return backend.config.model_validate(dict(options))
     except pydantic.ValidationError as error:

@@ -78,7 +78,8 @@ def box_digest(
     else:
         local = places
     bits = flat[local.to(flat.device)].to(torch.int64)
-    return int(_mix(places.to(flat.device), bits, key).sum().item()) & _MASK
+    mixed = _mix(places.to(flat.device), bits, key, wide=box.element_size() == 8)
+    return int(mixed.sum().item()) & _MASK
 
 
 def sample_places(total: int, key: int, version: int) -> Tensor:
@@ -109,13 +110,17 @@ def _full(
         index = torch.arange(begin, begin + bits.numel(), dtype=torch.int64, device=flat.device)
         if place is not None:
             index = _to_global(index, *place)
-        total += int(_mix(index, bits, key).sum().item())
+        total += int(_mix(index, bits, key, wide=flat.element_size() == 8).sum().item())
     return total & _MASK
 
 
-def _mix(index: Tensor, bits: Tensor, key: int) -> Tensor:
+def _mix(index: Tensor, bits: Tensor, key: int, *, wide: bool) -> Tensor:
     weight = _scramble(index * _GAMMA + key)
-    # An odd weight makes any change of one element change the sum.
+    # An odd weight makes any change of one element change the sum.  Weights of two places
+    # differ by few low bits' worth: eight-byte elements that differ only in their high bits
+    # (their signs) could change places unnoticed if they weren't scrambled too.
+    if wide:
+        bits = _scramble(bits)
     return (bits + 1) * weight.bitwise_or_(1)
 
 

@@ -42,6 +42,10 @@ class ReceiverOptions(_Options):
     """See ``open_receiver``."""
 
 
+def _shown(problem: Any) -> str:
+    return "..." if problem["loc"][0] == "token" else repr(problem["input"])
+
+
 O = TypeVar("O", bound=_Options)  # noqa: E741
 
 
@@ -51,8 +55,7 @@ def make_options(kind: type[O], **values: Any) -> O:
         return kind(**values)
     except pydantic.ValidationError as error:
         problems = [
-            f"{'.'.join(str(part) for part in problem['loc'])}={problem['input']!r}: "
-            f"{problem['msg'].lower()}"
+            f"{problem['loc'][0]}={_shown(problem)}: {problem['msg'].lower()}"
             for problem in error.errors(include_url=False)
         ]
         raise ConfigError("\n".join(problems)) from None

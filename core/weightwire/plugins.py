@@ -7,6 +7,7 @@ nobody but itself: the failure is kept, and raised when its name is asked for.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 import threading
@@ -72,7 +73,7 @@ class Registry:
             distribution = _describe(entry_point.dist)
             try:
                 plugin = entry_point.load()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._fail(
                     entry_point.name,
                     distribution,
@@ -87,16 +88,7 @@ class Registry:
         """Add one plug-in; whatever is wrong with it is raised when its name is used."""
         label = f"{name} ({distribution})"
         try:
-            misspelt = [
-                hook
-                for hook in dir(plugin)
-                if hook.startswith("weightwire_") and not hasattr(self._manager.hook, hook)
-            ]
-            if misspelt:
-                raise PluginError(
-                    f"plug-in {name!r} of {distribution} implements unknown hook {misspelt[0]!r}: "
-                    f"the hooks are {', '.join(_hook_names())}"
-                )
+            _check_hooks(plugin, f"plug-in {name!r} of {distribution}")
             self._manager.register(plugin, label)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
@@ -254,6 +246,24 @@ def _within(
         if isinstance(error, WeightWireError) or not isinstance(error, Exception):
             raise error
         raise translate(error) from error
+
+
+def _check_hooks(plugin: object, label: str) -> None:
+    """Every function that looks like a hook is one, and marked as one."""
+    known = _hook_names()
+    for name in dir(plugin):
+        hook = getattr(plugin, name, None)
+        # A module that the plug-in imports may be called weightwire_something too.
+        if not name.startswith("weightwire_") or not inspect.isroutine(hook):
+            continue
+        if name not in known:
+            raise PluginError(
+                f"{label} implements unknown hook {name!r}: the hooks are {', '.join(known)}"
+            )
+        if not hasattr(hook, f"{hookspecs.PROJECT}_impl"):
+            raise PluginError(
+                f"{label} has {name!r} without its mark: decorate it with weightwire.hookimpl"
+            )
 
 
 def _check_backend(value: object, distribution: str) -> str:

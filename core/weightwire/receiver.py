@@ -94,7 +94,6 @@ class WeightReceiver(Handle):
                 self._transport,
                 self._target,
                 capabilities,
-                self._member.incarnation,
                 self._watch,
             )
             self._machine = ReceiverMachine(
@@ -158,11 +157,12 @@ class WeightReceiver(Handle):
 
     # ---------------------------------------------------------------------- receiving
 
-    def receive(self, timeout: float | None = None) -> Report:
+    def receive(self, timeout: float | None = None, *, minimum: int = 0) -> Report:
         """Take the newest offer and apply it; waits if there is none.
 
         Args:
             timeout: seconds, by default those given to ``open_receiver``.
+            minimum: leave offers of lower versions alone, and wait for this one.
 
         Returns:
             This rank's report; ``version`` now names what it applied.
@@ -175,25 +175,25 @@ class WeightReceiver(Handle):
             HandleError: this receiver is closed, forked or busy.
         """
         with self._call(timeout):
-            return self._receive()
+            return self._receive(minimum)
 
-    async def areceive(self, timeout: float | None = None) -> Report:
+    async def areceive(self, timeout: float | None = None, *, minimum: int = 0) -> Report:
         """``receive`` for asyncio: the event loop goes on; cancelling aborts the version."""
-        return await self._in_thread(self._receive, timeout)
+        return await self._in_thread(lambda: self._receive(minimum), timeout)
 
-    def _receive(self) -> Report:
-        self._begin()
+    def _receive(self, minimum: int) -> Report:
+        self._begin(minimum)
         self._fetch()
         return self._commit()
 
-    def begin(self, timeout: float | None = None) -> Offer:
+    def begin(self, timeout: float | None = None, *, minimum: int = 0) -> Offer:
         """Take the newest offer, plan it, and wait until its transfer has started.
 
         The target still holds its old version; the engine pauses after this.
         The timeout covers ``fetch`` and ``commit`` too.
         """
         with self._call(timeout):
-            return self._begin()
+            return self._begin(minimum)
 
     def fetch(self) -> None:
         """Bring and verify every group, and write it into the target."""
@@ -221,7 +221,7 @@ class WeightReceiver(Handle):
         finally:
             self._leave()
 
-    def _begin(self) -> Offer:
+    def _begin(self, minimum: int) -> Offer:
         if self._attempt is not None:
             self._give_up(HandleError("begin() was called again before commit()"))
         self._rejoin_if_replaced()
@@ -229,7 +229,7 @@ class WeightReceiver(Handle):
         try:
             if self._rank == 0:
                 run = Run(
-                    self._machine.receive(),
+                    self._machine.receive(minimum),
                     self._watch,
                     lambda act: self._replica.perform(attempt, act),
                 )

@@ -69,7 +69,6 @@ class Replica:
         transport: ReceiverTransport,
         target: WeightTarget,
         capabilities: Capabilities,
-        incarnation: int,
         watch: Watch,
     ) -> None:
         self._session = session
@@ -77,7 +76,6 @@ class Replica:
         self._transport = transport
         self._target = target
         self._capabilities = capabilities
-        self._incarnation = incarnation
         self._watch = watch
         self._plan: FetchPlan | None = None
         self._table_digest = ""

@@ -258,7 +258,9 @@ def _require_plain(name: str, tensor: Tensor) -> Tensor:
         )
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise ConfigError(f"target tensor {name!r} has no dense memory: materialise it first")
-    if tensor.numel() > 1 and 0 in tensor.stride():
+    if any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise ConfigError(f"target tensor {name!r} is expanded: several elements share memory")
     return tensor.detach()
 

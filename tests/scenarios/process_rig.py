@@ -134,7 +134,7 @@ class Worker:
             self.dead = True
             self._news.notify_all()
 
-    def start(self, do: str, *, now: bool = False, **args: Any) -> Call:
+    def start(self, do: str, /, *, now: bool = False, **args: Any) -> Call:
         """Begin a command; ``now`` runs it beside what the worker does already."""
         assert self.pid
         call = Call(self, next(self._numbers), do)
@@ -144,7 +144,7 @@ class Worker:
             self._connection.sendall(f"{line}\n".encode())
         return call
 
-    def call(self, do: str, *, now: bool = False, **args: Any) -> Any:
+    def call(self, do: str, /, *, now: bool = False, **args: Any) -> Any:
         return self.start(do, now=now, **args).result()
 
     def answer(self, call: Call, timeout: float) -> dict[str, Any]:
@@ -328,13 +328,13 @@ class Side:
     def incarnation(self) -> int:
         return int(self.about[0]["incarnation"])
 
-    def start(self, do: str, **args: Any) -> Calls:
+    def start(self, do: str, /, **args: Any) -> Calls:
         return Calls([worker.start(do, **args) for worker in self.workers])
 
-    def call(self, do: str, **args: Any) -> list[Any]:
+    def call(self, do: str, /, **args: Any) -> list[Any]:
         return self.start(do, **args).results()
 
-    def ask(self, do: str, *, now: bool = False, **args: Any) -> Any:
+    def ask(self, do: str, /, *, now: bool = False, **args: Any) -> Any:
         """Rank 0's answer."""
         return self.first.call(do, now=now, **args)
 
@@ -475,6 +475,13 @@ class Fleet:
         }
         side = Side(self, workers or [self.worker() for _ in range(ranks)], opening)
         return side.open() if open_now else side
+
+    def await_renewals(self, member: str, count: int = 4) -> None:
+        """Return when a live member has renewed its lease: it has looked around each time."""
+        lease = self.directory / "session/records" / member / "lease"
+        for _ in range(count):
+            before = lease.read_bytes()
+            _until(lambda b=before: lease.read_bytes() != b, "the lease is renewed")  # type: ignore[misc]
 
     def versions_directory(self) -> Path:
         return self.directory / ("versions" if self.scheme == "tcp" else "session/versions")

@@ -142,11 +142,7 @@ def test_a_receiver_that_has_applied_may_leave_before_the_others_are_done(
     slow.first.until_at("target.commit")
     quick.close()
     # The sender looks around at each renewal of its lease: let it do so a few times.
-    lease = fleet.directory / "session/records/senders/000001/lease"
-    for _ in range(4):
-        before = lease.read_bytes()
-        while lease.read_bytes() == before:
-            pass
+    fleet.await_renewals("senders/000001")
     slow.first.release("target.commit")
     receiving.results()
     assert sending.results()[0]["version"] == 1
@@ -164,11 +160,7 @@ def test_a_sender_that_needs_only_publication_may_leave_while_receivers_commit(
     replica.workers[1].until_at("target.commit")
     sending.results()
     sender.close()
-    lease = fleet.directory / "session/records/receivers/replica-0/000001/lease"
-    for _ in range(4):
-        before = lease.read_bytes()
-        while lease.read_bytes() == before:
-            pass
+    fleet.await_renewals("receivers/replica-0/000001")
     replica.workers[1].release("target.commit")
     assert [report["version"] for report in receiving.results()] == [1, 1]
     assert replica.holds(1) == 1

@@ -136,14 +136,17 @@ class ReceiverMachine:
                 f"{self.member.record.backend!r}: open both with one backend"
             )
 
-    def receive(self) -> Steps[Policy]:
+    def receive(self, minimum: int = 0) -> Steps[Policy]:
         """One version, from the newest offer to its ``receiver_applied``.
+
+        Args:
+            minimum: offers of lower versions are left alone.
 
         Yields ``Prepare``, ``Install``, ``Fetch`` and ``Commit`` in this order;
         after ``Prepare`` it may begin again with a newer offer.
         """
         while True:
-            record = yield from self._await_offer()
+            record = yield from self._await_offer(minimum)
             offer = record.offer
             self._enter(ReceiverState.PREPARING)
             try:
@@ -159,10 +162,10 @@ class ReceiverMachine:
             self._settle()
         return (yield from self._install(offer))
 
-    def _await_offer(self) -> Steps[OfferRecord]:
+    def _await_offer(self, minimum: int) -> Steps[OfferRecord]:
         while True:
             record = self.newest_offer()
-            if record is not None:
+            if record is not None and record.offer.policy.version >= minimum:
                 return record
             sender = newest(self.session, "senders")
             yield Waiting("offer", ("the sender" if sender is not None else "a sender to join",))

@@ -8,7 +8,8 @@ which also keeps the port from being taken between probing and use.
 
 Its operations have no deadline of their own when the server is stopped.  Each
 connection therefore has one thread that runs them; an operation that isn't
-answered in time is an error, and the connection is replaced.
+answered in time is an error, and the connection is replaced.  The thread is left
+behind in the call that hangs; it is a daemon, so that the process can end.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import contextlib
 import datetime
 import ipaddress
 import logging
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
@@ -47,13 +49,17 @@ class TcpStore(SessionStore):
     """A client of the store at ``host:port``, and its server where ``serve`` is set."""
 
     def __init__(self, host: str, port: int, path: str, *, serve: bool, deadline: Deadline) -> None:
-        self.url = f"tcp://{host}:{port}/{path}"
-        self._host, self._port = host, port
+        self._host, self._port, self._path = host, port, path
         self._prefix = f"{path}/"
         self._lock = threading.Lock()
         self._closed = False
         self._server = self._serve() if serve else None
         self._connection = self._connect(deadline)
+
+    @property
+    def url(self) -> str:  # type: ignore[override]  # the port may be known only once it is bound
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"tcp://{host}:{self._port}/{self._path}"
 
     def get(self, key: str) -> bytes | None:
         value = self._run("read", key, lambda store: _peek(store, self._prefix + key))
@@ -89,11 +95,8 @@ class TcpStore(SessionStore):
         self._run("delete", prefix, remove)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._connection.close()
+        self._closed = True  # an operation that hangs on another thread isn't waited for
+        self._connection.close()
         self._server = None
 
     def _keys(self, prefix: str) -> list[str]:
@@ -101,23 +104,32 @@ class TcpStore(SessionStore):
 
     def _run(self, verb: str, key: str, operation: Callable[[TCPStore], T]) -> T:
         """Run one operation, reconnecting once if the server was replaced meanwhile."""
-        with self._lock:
+        deadline = Deadline(_OPERATION_SECONDS)
+        if not self._lock.acquire(timeout=_OPERATION_SECONDS):
+            raise SessionError(self._unreachable(f"{verb} {key!r}: it doesn't answer"))
+        try:
             for last in (False, True):
                 if self._closed:
                     raise SessionError(f"session {self.url} is closed: open it again")
                 try:
-                    return self._connection.run(operation)
-                except (RuntimeError, FutureTimeout) as error:
-                    reason = (
-                        "it doesn't answer" if isinstance(error, FutureTimeout) else "it is gone"
-                    )
-                    log.debug("session %s: %s (%s)", self.url, reason, error)
+                    return self._connection.run(operation, deadline)
+                except FutureTimeout as error:
+                    self._connection.close()
+                    raise SessionError(
+                        self._unreachable(f"{verb} {key!r}: it doesn't answer")
+                    ) from error
+                except RuntimeError as error:
+                    log.debug("session %s: lost (%s)", self.url, error)
                     self._connection.close()
                     if last:
                         raise SessionError(
-                            self._unreachable(f"{verb} {key!r}: {reason}")
+                            self._unreachable(f"{verb} {key!r}: it is gone")
                         ) from error
-                    self._connection = self._connect(Deadline(_OPERATION_SECONDS))
+                    self._connection = self._connect(deadline)
+                    if self._closed:
+                        self._connection.close()
+        finally:
+            self._lock.release()
         raise AssertionError("unreachable")
 
     def _serve(self) -> TCPStore:
@@ -133,7 +145,6 @@ class TcpStore(SessionStore):
                 f"{error.strerror}; choose a free port, or end the process that holds it"
             ) from error
         self._port = listener.getsockname()[1]
-        self.url = f"tcp://{self._host}:{self._port}/{self._prefix[:-1]}"
         return TCPStore(
             self._host,
             self._port,
@@ -147,14 +158,14 @@ class TcpStore(SessionStore):
     def _connect(self, deadline: Deadline) -> _Connection:
         """Connect, retrying until the server is there."""
         error: Exception | None = None
-        while not deadline.passed():
+        while not (self._closed or deadline.passed()):
             # A plain socket first: it fails in silence where TCPStore logs a stack trace.
             try:
                 with socket.create_connection(
-                    (self._host, self._port), timeout=max(0.05, min(2.0, deadline.remaining()))
+                    (self._host, self._port), timeout=min(2.0, deadline.remaining() + 0.01)
                 ):
                     pass
-                return _Connection(self._host, self._port, min(5.0, deadline.remaining() + 0.1))
+                return _Connection(self._host, self._port, deadline)
             except (OSError, RuntimeError, FutureTimeout) as caught:
                 error = caught
                 time.sleep(min(_RETRY_PAUSE, deadline.remaining()))
@@ -170,27 +181,49 @@ class TcpStore(SessionStore):
 class _Connection:
     """One TCPStore client and the one thread that uses it."""
 
-    def __init__(self, host: str, port: int, seconds: float) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weightwire-tcpstore")
+    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._store: TCPStore | None = None
+        threading.Thread(target=self._serve, name="weightwire-tcpstore", daemon=True).start()
         try:
-            self._store = self._submit(lambda: _client(host, port, seconds)).result(seconds + 1)
+            seconds = max(1.0, deadline.remaining())
+            self._store = self._submit(lambda: _client(host, port, seconds), deadline)
         except BaseException:
-            self._executor.shutdown(wait=False)
+            self.close()
             raise
 
-    def run(self, operation: Callable[[TCPStore], T]) -> T:
+    def run(self, operation: Callable[[TCPStore], T], deadline: Deadline) -> T:
+        """Run one operation on the connection's thread.
+
+        Raises:
+            RuntimeError: the connection is closed or broken.
+            TimeoutError: no answer before the deadline; the connection is of no more use.
+        """
         store = self._store
         if store is None:
             raise RuntimeError("the connection is closed")
-        return self._submit(lambda: operation(store)).result(_OPERATION_SECONDS)
+        return self._submit(lambda: operation(store), deadline)
 
     def close(self) -> None:
         self._store = None
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._work.put(None)
 
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        return self._executor.submit(work)
+    def _submit(self, operation: Callable[[], T], deadline: Deadline) -> T:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(operation())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._work.put(work)
+        return future.result(deadline.remaining())
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # it holds the client, which closes its socket with its last reference
 
 
 def _client(host: str, port: int, seconds: float) -> TCPStore:
@@ -199,7 +232,7 @@ def _client(host: str, port: int, seconds: float) -> TCPStore:
         port,
         None,
         is_master=False,
-        timeout=datetime.timedelta(seconds=max(1.0, seconds)),
+        timeout=datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
     )
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import weightwire
-from weightwire.errors import ConfigError, HandleError, TransferError
+from weightwire.errors import ConfigError, HandleError
 from weightwire_vllm import compat
 from weightwire_vllm.compat import (
     TransferEngine,
@@ -76,7 +76,7 @@ class UpdateInfo(TransferUpdateInfo):  # type: ignore[misc]  # vLLM is Any here
     """``update_info`` of ``update_weights``.
 
     Attributes:
-        version: the version that is expected, or None for the newest offer.  A
+        version: the version to wait for, or None for the newest offer.  A
             version that is already applied is answered, not fetched again; a
             newer offer than the expected one is taken.
         timeout: seconds, instead of ``init_info``'s.
@@ -164,11 +164,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             _log.info("version %d is already applied", receiver.version)
             return
         timeout = self._timeout if update_info.timeout is None else update_info.timeout
-        offer = receiver.begin(timeout=timeout)
-        if wanted is not None and offer.policy.version < wanted:
-            found = f"version {offer.policy.version} is on offer, {wanted} was asked for"
-            receiver.abort(found)
-            raise TransferError(f"{found}: update again once the trainer has sent it")
+        receiver.begin(timeout=timeout, minimum=wanted or 0)
         receiver.fetch()
         self._fetched = True
 
