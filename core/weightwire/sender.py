@@ -297,7 +297,7 @@ class WeightSender(Handle):
             return
         live = membership.live_members(self._session, self._observer)
         for receiver_id in offer.roster:
-            if receiver_id in live:
+            if receiver_id in live or self._machine.has_answered(offer, receiver_id):
                 continue
             if (
                 self._options.on_receiver_loss == "continue"

@@ -19,8 +19,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from weightwire.errors import PeerLost, TransferTimeout
 
 INDEX = st.integers(0, 5)
-PREEMPTIONS = st.lists(
-    st.tuples(st.integers(0, 24), INDEX, st.integers(1, 12)), max_size=2
+PREEMPTIONS = st.lists(st.tuples(st.integers(0, 24), INDEX, st.integers(1, 12)), max_size=2)
+WAIT = st.sampled_from(["applied", "published"])
+ON_LOSS = st.sampled_from(["fail", "continue"])
+FAULTS = st.sampled_from(
+    [
+        "crash",
+        "crash between two writes",
+        "stop",
+        "leave",
+        "deadline",
+        "peer lost",
+        "prepare",
+        "install",
+        "fetch",
+        "commit",
+        "rollback",
+        "transfer",
+    ]
 )
 
 
@@ -53,91 +69,98 @@ class Lifecycle(RuleBasedStateMachine):
         self.world = sim.World(Path(self.directory) / "session", self.flow, keep)
         sim.Sender(self.world, "sender")
         sim.Receiver(self.world, "a")
-        self.run_all(3)
+        sim.Receiver(self.world, "b")
+        for process in self.world.processes:
+            process.step()
 
-    @rule(resume=st.none() | st.integers(0, 3))
-    def start_sender(self, resume: int | None) -> None:
-        if len(self.world.live(sim.Sender)) < 3:
-            sim.Sender(self.world, "sender", resume)
-
-    @rule(name=st.sampled_from("ab"))
-    def start_receiver(self, name: str) -> None:
-        if len(self.world.live(sim.Receiver)) < 4:
-            sim.Receiver(self.world, name)
-
-    @rule(
-        index=INDEX,
-        wait=st.sampled_from(["applied", "published"]),
-        on_loss=st.sampled_from(["fail", "continue"]),
-    )
-    def send(self, index: int, wait: str, on_loss: str) -> None:
-        sender = self.pick(index, sim.Sender)
-        if sender is not None and sender.idle:
-            sender.send(wait, on_loss)
-
-    @rule()
-    def everyone_receives(self) -> None:
+    def kick(self, wait: str, on_loss: str) -> None:
+        """Whoever is idle makes its next call."""
+        for sender in self.world.live(sim.Sender):
+            if sender.idle and not sender.stopped:
+                sender.send(wait, on_loss)
         for receiver in self.world.live(sim.Receiver):
-            if receiver.idle:
+            if receiver.idle and not receiver.stopped:
                 receiver.receive()
 
-    @rule(index=INDEX, steps=st.integers(1, 12), preemptions=PREEMPTIONS)
-    def run(self, index: int, steps: int, preemptions: list) -> None:
-        process = self.pick(index)
-        if process is not None:
-            others = [(n, self.pick(i), k) for n, i, k in preemptions]
-            self.world.run(process, steps, others)
-
-    @rule(rounds=st.integers(1, 12))
-    def run_all(self, rounds: int) -> None:
-        for _ in range(rounds):
+    @rule(rounds=st.integers(1, 40), wait=WAIT, on_loss=ON_LOSS)
+    def everyone_works(self, rounds: int, wait: str, on_loss: str) -> None:
+        self.kick(wait, on_loss)
+        for turn in range(rounds):
             for process in list(self.world.processes):
                 process.step()
+            if turn % 4 == 3:
+                self.world.tick(sim.LEASE / 16)
 
-    @rule(times=st.integers(1, 6))
+    @rule(index=INDEX, steps=st.integers(1, 20), preempt=PREEMPTIONS, wait=WAIT, on_loss=ON_LOSS)
+    def one_works_and_others_interrupt(
+        self, index: int, steps: int, preempt: list, wait: str, on_loss: str
+    ) -> None:
+        self.kick(wait, on_loss)
+        process = self.pick(index)
+        if process is not None:
+            self.world.run(process, steps, [(n, self.pick(i), k) for n, i, k in preempt])
+
+    @rule(rounds=st.integers(1, 30), preempt=PREEMPTIONS, wait=WAIT, on_loss=ON_LOSS)
+    def everyone_interrupts_everyone(
+        self, rounds: int, preempt: list, wait: str, on_loss: str
+    ) -> None:
+        self.kick(wait, on_loss)
+        for _ in range(rounds):
+            for process in list(self.world.processes):
+                self.world.run(process, 1, [(n, self.pick(i), k) for n, i, k in preempt])
+
+    @rule(times=st.integers(1, 8))
     def time_passes(self, times: int) -> None:
         for _ in range(times):
             self.world.tick()
 
-    @rule(index=INDEX)
-    def crash(self, index: int) -> None:
-        process = self.pick(index)
-        if process is not None:
-            process.crash()
+    @rule(resume=st.none() | st.integers(0, 4), crash=st.booleans())
+    def sender_restarts(self, resume: int | None, crash: bool) -> None:
+        senders = self.world.live(sim.Sender)
+        if crash:
+            for sender in senders:
+                sender.crash()
+        if crash or len(senders) < 3:
+            sim.Sender(self.world, "sender", resume)
+        if crash:
+            for _ in range(6):  # the predecessor's lease has to run out
+                self.world.tick()
+                self.world.processes[-1].step()
 
-    @rule(index=INDEX, writes=st.integers(0, 8))
-    def crash_between_writes(self, index: int, writes: int) -> None:
-        process = self.pick(index)
-        if process is not None:
-            process.writes_left = writes
+    @rule(name=st.sampled_from("ab"), crash=st.booleans())
+    def receiver_starts(self, name: str, crash: bool) -> None:
+        mine = [receiver for receiver in self.world.live(sim.Receiver) if receiver.name == name]
+        if crash:
+            for receiver in mine:
+                receiver.crash()
+        if crash or len(mine) < 2:
+            sim.Receiver(self.world, name)
 
-    @rule(
-        index=INDEX,
-        where=st.sampled_from(["prepare", "install", "fetch", "commit", "rollback", "transfer"]),
-        restores=st.booleans(),
-    )
-    def inject(self, index: int, where: str, restores: bool) -> None:
-        process = self.pick(index, sim.Sender if where == "transfer" else sim.Receiver)
-        if process is not None:
-            process.fault, process.restores = where, restores
-
-    @rule(index=INDEX, error=st.sampled_from([TransferTimeout, PeerLost]))
-    def interrupt(self, index: int, error: type[Exception]) -> None:
+    @rule(index=INDEX, fault=FAULTS, writes=st.integers(0, 10), restores=st.booleans())
+    def fault(self, index: int, fault: str, writes: int, restores: bool) -> None:
         process = self.pick(index)
-        if process is not None and process.member is not None:
-            process.interrupt(error("injected"))
+        if process is None:
+            return
+        match fault:
+            case "crash":
+                process.crash()
+            case "crash between two writes":
+                process.writes_left = writes
+            case "stop":
+                process.stopped = True
+            case "leave":
+                process.leave()
+            case "deadline" if process.member is not None:
+                process.interrupt(TransferTimeout("injected"))
+            case "peer lost" if process.member is not None:
+                process.interrupt(PeerLost("injected"))
+            case _:
+                process.fault, process.restores = fault, restores
 
-    @rule(index=INDEX)
-    def stop_or_continue(self, index: int) -> None:
-        process = self.pick(index)
-        if process is not None:
-            process.stopped = not process.stopped
-
-    @rule(index=INDEX)
-    def leave(self, index: int) -> None:
-        process = self.pick(index)
-        if process is not None:
-            process.leave()
+    @rule()
+    def stopped_ones_continue(self) -> None:
+        for process in self.world.processes:
+            process.stopped = False
 
     # ------------------------------------------------------------------ what must hold
 
@@ -215,9 +238,9 @@ class PullLifecycle(Lifecycle):
 
 
 TestStore = StoreLifecycle.TestCase
-TestStore.settings = _settings(max_examples=40, stateful_step_count=40, derandomize=True)
+TestStore.settings = _settings(max_examples=60, stateful_step_count=40, derandomize=True)
 TestPull = PullLifecycle.TestCase
-TestPull.settings = _settings(max_examples=40, stateful_step_count=40, derandomize=True)
+TestPull.settings = _settings(max_examples=60, stateful_step_count=40, derandomize=True)
 
 
 class SoakStoreLifecycle(StoreLifecycle):

@@ -285,6 +285,8 @@ class ReceiverMachine:
     def sender_failure(self, offer: Offer) -> TransferError | None:
         """Why the sender won't complete a started offer, or None."""
         outcome = outcome_of(self.session, offer.policy)
+        if outcome is not None and outcome.error is None:
+            return None  # its bytes are all credited: the sender isn't needed any more
         if outcome is not None and outcome.error is not None:
             return PeerLost(
                 f"the sender aborted {offer.policy}: {outcome.error.message}; "

@@ -244,6 +244,11 @@ class SenderMachine:
             if missing:
                 yield Waiting("receiver_applied", tuple(f"receiver {name!r}" for name in missing))
 
+    def has_answered(self, offer: Offer, receiver_id: str) -> bool:
+        """Whether a receiver has said how the offer ended there: then it may leave."""
+        key = keys.version(offer.policy, "applied", receiver_id)
+        return self.session.read(key, Applied) is not None
+
     def _is_lost(self, receiver_id: str, member: Member) -> bool:
         current = newest(self.session, f"receivers/{receiver_id}")
         return (

@@ -110,7 +110,7 @@ class ErrorInfo(Record, frozen=True):
         kind = getattr(errors, self.type, None)
         if isinstance(kind, type) and issubclass(kind, WeightWireError):
             return kind(f"{who}: {self.message}")
-        return PeerLost(f"{who} failed with {self.type}: {self.message}")
+        return PeerLost(f"{who}: {self.type}: {self.message}")
 
 
 class Status(Record, frozen=True):

@@ -27,12 +27,13 @@ class _Engine:
 
     def __init__(self) -> None:
         self._llm: Any = None
-        self._applied: Report | None = None
+        self._when_applied: Callable[[Report], None] = lambda _: None
         self._comparable = contextlib.ExitStack()
 
     @hookimpl
     def weightwire_applied(self, record: VersionRecord) -> None:
-        self._applied = record.report
+        if record.report is not None:
+            self._when_applied(record.report)
 
     def open(
         self, checkpoint: str, session: str | None, backend: Any, receiver_id: str
@@ -69,16 +70,16 @@ class _Engine:
         return {"logprobs": inprocess.token_logprobs(self._llm, sequences)}
 
     def update(self, version: int) -> dict[str, Any]:
-        self._applied = None
+        applied: list[Report] = []
+        self._when_applied = applied.append
         began = time.perf_counter()
         inprocess.pause(self._llm)
         inprocess.update(self._llm, version=version)
         inprocess.resume(self._llm)  # not after a failure: then the engine stays out of service
         paused = time.perf_counter() - began
-        report = self._applied
-        if report is None:
+        if not applied:
             raise RuntimeError(f"no version was applied when {version} was asked for")
-        return {"paused_seconds": paused, "report": report.to_dict()}
+        return {"paused_seconds": paused, "report": applied[-1].to_dict()}
 
     def snapshot(self) -> dict[str, Any]:
         found = inprocess.on_model(self._llm, compare.snapshot)

@@ -1,0 +1,93 @@
+"""Run the soak: every test marked ``soak``, and write what happened to ``results/soak.json``.
+
+The file holds the commit, the seed, the machine and each test's outcome and
+seconds; docs cite it.  A run with the same seed makes the same random choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "soak.json")
+    parser.add_argument("tests", nargs="*", help="folders or files; all by default")
+    arguments = parser.parse_args()
+    print(f"soak with seed {arguments.seed}", flush=True)
+    began = time.time()
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "junit.xml"
+        command = [
+            *(sys.executable, "-m", "pytest", "-m", "soak", "--timeout", "3600"),
+            *("-o", "junit_family=xunit2", f"--junitxml={report}"),
+            *arguments.tests,
+        ]
+        environment = {**os.environ, "WEIGHTWIRE_SEED": str(arguments.seed)}
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        tests = _read(report) if report.exists() else []
+    result = {
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": bool(_git("status", "--porcelain")),
+        "seed": arguments.seed,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seconds": round(time.time() - began, 1),
+        "exit_code": code,
+        "counts": {
+            outcome: sum(test["outcome"] == outcome for test in tests)
+            for outcome in ("passed", "failed", "skipped")
+        },
+        "tests": tests,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {arguments.out}")
+    return code
+
+
+def _read(report: Path) -> list[dict[str, object]]:
+    tests = []
+    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - our own pytest wrote it
+        failed = case.find("failure") is not None or case.find("error") is not None
+        outcome = (
+            "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
+        )
+        properties = {p.get("name"): p.get("value") for p in case.iter("property")}
+        tests.append(
+            {
+                "test": f"{case.get('classname')}::{case.get('name')}",
+                "outcome": outcome,
+                "seconds": float(case.get("time") or 0),
+                **({"properties": properties} if properties else {}),
+            }
+        )
+    return tests
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments],  # noqa: S607 - git from the path
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
