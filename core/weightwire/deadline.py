@@ -7,19 +7,23 @@ failed, or when the caller was cancelled, whichever is first.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from weightwire.errors import ConfigError, TransferError, TransferTimeout
 
-__all__ = ["Cancelled", "Deadline", "Watch"]
+__all__ = ["Cancelled", "Deadline", "Watch", "calling", "patience"]
 
 T = TypeVar("T")
 
 _FIRST_PAUSE = 0.0002
 _LAST_PAUSE = 0.02
+_LEAST_PATIENCE = 0.2
+
+_thread = threading.local()
 
 
 class Cancelled(TransferError):
@@ -50,6 +54,31 @@ class Deadline:
 
     def passed(self) -> bool:
         return time.monotonic() >= self._end
+
+
+@contextlib.contextmanager
+def calling(deadline: Deadline) -> Iterator[None]:
+    """This thread runs a call with this deadline: ``patience`` keeps to it."""
+    before = getattr(_thread, "deadline", None)
+    _thread.deadline = deadline
+    try:
+        yield
+    finally:
+        _thread.deadline = before
+
+
+def patience(most: float) -> float:
+    """Seconds for an operation that has no deadline of its own, such as one on the session.
+
+    Args:
+        most: what it may take outside any call, and on threads of our own.
+
+    Returns:
+        What the call that runs on this thread has left, but never more than
+        ``most``, nor less than it takes to ask a peer that answers.
+    """
+    deadline: Deadline | None = getattr(_thread, "deadline", None)
+    return most if deadline is None else min(most, max(_LEAST_PATIENCE, deadline.remaining()))
 
 
 class Watch:
@@ -86,7 +115,17 @@ class Watch:
             self._wake.set()
 
     def cancel(self, reason: str) -> None:
-        self.fail(Cancelled(reason))
+        """The caller gave up: that outweighs what failed before."""
+        with self._lock:
+            self._failure = Cancelled(reason)
+            self._wake.set()
+
+    def forgive(self, error: BaseException) -> None:
+        """Go on with the call although ``error`` was reported: its cause is gone."""
+        with self._lock:
+            if self._failure is error:
+                self._failure = None
+                self._wake.clear()
 
     def check(self, waiting_for: str = "the version", missing: Sequence[str] = ()) -> None:
         """Raise if a peer failed, the caller was cancelled or the deadline passed."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed
 
 from weightwire.config import BackendChoice, select
-from weightwire.deadline import Deadline, Watch
+from weightwire.deadline import Deadline, Watch, calling
 from weightwire.errors import ConfigError, HandleError
 
 __all__ = ["Handle", "close_all", "ranks_of"]
@@ -71,7 +71,8 @@ class Handle:
     def _call(self, timeout: float | None) -> Iterator[None]:
         self._enter(timeout)
         try:
-            yield
+            with calling(self._watch.deadline):
+                yield
         finally:
             self._leave()
 
@@ -87,7 +88,8 @@ class Handle:
 
         def run() -> None:
             try:
-                result = body()
+                with calling(self._watch.deadline):
+                    result = body()
             except BaseException as error:
                 self._leave()
                 loop.call_soon_threadsafe(finish, done.set_exception, error)

@@ -34,7 +34,7 @@ class SenderOptions(_Options):
     group_bytes: int = Field(ge=8)
     verify: Literal["off", "sample", "full"] = "sample"
     resume_from: int | None = Field(default=None, ge=0)
-    min_receivers: int = Field(default=1, ge=1)
+    min_receivers: int = Field(default=1, ge=0)
     on_receiver_loss: Literal["fail", "continue"] = "fail"
 
 

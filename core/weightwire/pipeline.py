@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
 from weightwire.deadline import Watch
-from weightwire.digest import Verify, box_digest, tensor_key
+from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
 from weightwire.errors import UnsupportedOperation, VerificationError
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
 from weightwire.report import Phases
@@ -136,17 +136,13 @@ class SendPlan:
     ) -> dict[int, int]:
         if verify == "off":
             return {}
-        return {
-            i: box_digest(
-                tensor,
-                key=self._keys[i],
-                shape=self.table.tensors[i].shape,
-                offsets=(0,) * tensor.dim(),
-                verify=verify,
-                version=version,
-            )
-            for i, tensor in staged.items()
-        }
+        indices, boxes = list(staged), list(staged.values())
+        shapes = [self.table.tensors[i].shape for i in indices]
+        offsets = [(0,) * len(shape) for shape in shapes]
+        keys = [self._keys[i] for i in indices]
+        return dict(
+            zip(indices, _digest(boxes, keys, shapes, offsets, verify, version), strict=True)
+        )
 
     def release(self) -> None:
         """Give the staging buffer back."""
@@ -249,18 +245,18 @@ class FetchPlan:
         for seal in seals:
             for i, value in seal.digests.items():
                 expected[i] = (expected.get(i, 0) + value) & _MASK
+        regions = [self.regions[position] for position in memory]
+        arrivals = _digest(
+            list(memory.values()),
+            [self._keys[region.tensor] for region in regions],
+            [self.table.tensors[region.tensor].shape for region in regions],
+            [region.offsets for region in regions],
+            verify,
+            version,
+        )
         total = 0
-        for position, tensor in memory.items():
-            region = self.regions[position]
+        for region, tensor, arrived in zip(regions, memory.values(), arrivals, strict=True):
             entry = self.table.tensors[region.tensor]
-            arrived = box_digest(
-                tensor,
-                key=self._keys[region.tensor],
-                shape=entry.shape,
-                offsets=region.offsets,
-                verify=verify,
-                version=version,
-            )
             total = (total + arrived) & _MASK
             if region.sizes != entry.shape or tensor.numel() == 0:
                 continue  # a part's digest means something only together with its siblings'
@@ -279,6 +275,36 @@ class FetchPlan:
     def release(self) -> None:
         """Give the receive buffer back."""
         self._scratch.release()
+
+
+def _digest(
+    boxes: Sequence[Tensor],
+    keys: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    offsets: Sequence[tuple[int, ...]],
+    verify: Verify,
+    version: int,
+) -> list[int]:
+    """Digests of boxes; those of whole tensors, when sampled, all at once."""
+    digests = [0] * len(boxes)
+    together: dict[torch.device, list[int]] = {}
+    for i, box in enumerate(boxes):
+        if verify == "sample" and tuple(box.shape) == shapes[i]:
+            together.setdefault(box.device, []).append(i)
+        else:
+            digests[i] = box_digest(
+                box,
+                key=keys[i],
+                shape=shapes[i],
+                offsets=offsets[i],
+                verify=verify,
+                version=version,
+            )
+    for chosen in together.values():
+        sampled = sample_digests([boxes[i] for i in chosen], [keys[i] for i in chosen], version)
+        for i, digest in zip(chosen, sampled, strict=True):
+            digests[i] = digest
+    return digests
 
 
 def combine(digest: int, verify: Verify) -> str:

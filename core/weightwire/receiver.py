@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, ReceiverTransport
-from weightwire.deadline import Deadline
+from weightwire.deadline import Deadline, calling
 from weightwire.errors import (
+    AuthenticationError,
     HandleError,
+    SessionError,
     WeightWireError,
 )
 from weightwire.handle import Handle, close_all, ranks_of
@@ -35,6 +37,8 @@ from weightwire.targets import WeightTarget, as_target
 from weightwire.waiting import Run, drive
 
 __all__ = ["WeightReceiver", "open_receiver"]
+
+_RETURN_PAUSE = 0.1
 
 
 class WeightReceiver(Handle):
@@ -59,16 +63,17 @@ class WeightReceiver(Handle):
         super().__init__("receiver", backend, options.timeout)
         self._url = session
         self._version: int | None = None
-        self._digest = ""
+        self._attempt: Attempt | None = None
         deadline = Deadline(options.open_timeout)
         self._watch.start(deadline)
-        self._open(deadline)
+        with calling(deadline):
+            self._open(deadline)
 
     # ---------------------------------------------------------------------- opening
 
     def _open(self, deadline: Deadline) -> None:
+        self._joined = False
         self._session = Session.open(self._url, deadline=deadline, token=self._options.token)
-        self._attempt: Attempt | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._session.close)
             self._observer = LeaseObserver(self._session)
@@ -84,6 +89,7 @@ class WeightReceiver(Handle):
                 lease_ttl=self._options.lease_ttl,
                 look_around=self._look_around,
             )
+            undo.callback(self._say_goodbye)
             undo.callback(self._keeper.stop)
             self._agreement = Agreement(self._session, self._member, self._rank)
             capabilities = self._backend.capabilities
@@ -100,6 +106,7 @@ class WeightReceiver(Handle):
                 self._session, self._member, self._observer, capabilities
             )
             undo.pop_all()
+        self._joined = True
 
     def _open_transport(self) -> ReceiverTransport:
         return self._backend.open_receiver(
@@ -123,13 +130,35 @@ class WeightReceiver(Handle):
         What the target holds belongs to a session that is gone: it counts as
         nothing until a version of the new one is applied.
         """
-        if not self._session.is_replaced():
+        if self._joined and not self._session.is_replaced():
             return
-        self._keeper.stop()
-        self._transport.close()
-        self._session.close()
+        tainted = self._machine.tainted
         self._version = None
+        if self._joined:
+            self._joined = False
+            close_all(self._keeper.stop, self._transport.close, self._session.close)
         self._open(self._watch.deadline)
+        self._machine.tainted = tainted
+
+    def _await_replacement(self, error: SessionError) -> None:
+        """Return when the store that failed with ``error`` holds another session.
+
+        Raises:
+            SessionError: ``error``, because the store is there and the session is ours.
+            TransferTimeout: nobody serves the store any more.
+        """
+        self._watch.forgive(error)
+        while self._joined:
+            try:
+                if self._session.is_replaced():
+                    return
+            except AuthenticationError:
+                raise
+            except SessionError:
+                self._watch.check("session", ("the sender that serves it",))
+                self._watch.pause(_RETURN_PAUSE)
+            else:
+                raise error
 
     # ---------------------------------------------------------------------- queries
 
@@ -208,6 +237,7 @@ class WeightReceiver(Handle):
     def abort(self, reason: str = "the receiver gave the version up") -> None:
         """Give up a version that was begun and not committed; the target is rolled back."""
         with self._resumed():
+            self._watch.start(Deadline(self._timeout))
             self._give_up(HandleError(reason))
 
     @contextlib.contextmanager
@@ -217,30 +247,53 @@ class WeightReceiver(Handle):
         if not self._busy.acquire(blocking=False):
             raise HandleError("this receiver is busy with another call: wait for it")
         try:
-            yield
+            with calling(self._watch.deadline):
+                yield
         finally:
             self._leave()
 
     def _begin(self, minimum: int) -> Offer:
         if self._attempt is not None:
             self._give_up(HandleError("begin() was called again before commit()"))
-        self._rejoin_if_replaced()
-        self._attempt = attempt = Attempt(self._version)
+        while True:
+            attempt = Attempt(self._version)
+            try:
+                self._rejoin_if_replaced()
+                return self._take_offer(attempt, minimum)
+            except SessionError as error:
+                if not self._waits_for_return(attempt, error):
+                    raise
+                self._await_replacement(error)
+
+    def _waits_for_return(self, attempt: Attempt, error: BaseException) -> bool:
+        """Whether the store may have gone with its sender, and nothing was begun."""
+        return (
+            isinstance(error, SessionError)
+            and not isinstance(error, AuthenticationError)
+            and not self._session.store.outlives_members
+            and attempt.offer is None
+        )
+
+    def _take_offer(self, attempt: Attempt, minimum: int) -> Offer:
+        attempt.before = self._version
+        self._attempt = attempt
         try:
             if self._rank == 0:
-                run = Run(
+                attempt.run = Run(
                     self._machine.receive(minimum),
                     self._watch,
                     lambda act: self._replica.perform(attempt, act),
                 )
-                attempt.offer = run.until(Install).offer
-                attempt.run = run
+                attempt.offer = attempt.run.until(Install).offer
                 self._replica.tell_go()
             else:
                 attempt.offer = self._replica.follow_begin(attempt)
         except BaseException as error:
             self._attempt = None
-            if self._rank == 0:
+            if attempt.run is not None:
+                with contextlib.suppress(type(error)):
+                    attempt.run.fail(error)
+            if not self._waits_for_return(attempt, error):
                 with contextlib.suppress(WeightWireError):
                     self._replica.tell_failure(attempt, error)
             self._report_failure(attempt, error)
@@ -270,6 +323,7 @@ class WeightReceiver(Handle):
                 attempt.run.finish()
             else:
                 drive(self._replica.commit_on_all(attempt), self._watch)
+                self._machine.tainted = None
         except BaseException as error:
             self._end_failed(attempt, error)
             raise
@@ -285,7 +339,6 @@ class WeightReceiver(Handle):
         attempt = self._attempt
         if attempt is None:
             return
-        self._watch.start(Deadline(self._timeout))
         if attempt.run is not None:
             with contextlib.suppress(type(error)):
                 attempt.run.fail(error)
@@ -328,6 +381,10 @@ class WeightReceiver(Handle):
 
     def _look_around(self) -> None:
         """On the lease's thread: end a running transfer whose sender is gone."""
+        if not self._session.store.outlives_members and self._session.is_replaced():
+            self._watch.fail(
+                SessionError(f"session {self._session.url} was made anew: receive its version")
+            )
         attempt = self._attempt
         if attempt is None or attempt.offer is None or self._backend.capabilities.flow == "store":
             return
@@ -344,6 +401,7 @@ class WeightReceiver(Handle):
         self._closed = True
         self._watch.cancel("the receiver was closed")
         with self._busy:  # a call on another thread ends first
+            self._watch.start(Deadline(self._timeout))
             close_all(
                 lambda: self._give_up(HandleError("the receiver was closed before commit()")),
                 self._keeper.stop,

@@ -79,6 +79,7 @@ class Replica:
         self._watch = watch
         self._plan: FetchPlan | None = None
         self._table_digest = ""
+        self._receiving = False
 
     def perform(self, attempt: Attempt, act: Act) -> object:
         """Rank 0: carry out what the machine asks for, on all ranks."""
@@ -113,7 +114,7 @@ class Replica:
             try:
                 self._prepare(offer)
                 described = self._transport.describe()
-            except Exception as caught:
+            except BaseException as caught:  # an interruption too: the other ranks are told
                 error = caught
             return (yield from self._agreement.agree("prepared", described, error))
 
@@ -144,6 +145,7 @@ class Replica:
         offer = attempt.offer
         error: BaseException | None = None
         digest = 0
+        self._receiving = True
         try:
             self._transport.begin(offer)
             attempt.dirty = True
@@ -161,6 +163,7 @@ class Replica:
             if self._agreement.alone:
                 raise
             error = caught
+            self._abort(error)  # first, so that no sender makes another rank wait for this one
         payload = digest.to_bytes(8, "little")
         digests = yield from self._agreement.agree("fetched", payload, error)
         attempt.digest = digest
@@ -184,6 +187,7 @@ class Replica:
             if self._agreement.leads:
                 yield from self._agreement.acknowledged("settled")
         attempt.committed = True
+        self._receiving = False
         return Applied(
             nbytes=self._plan.nbytes,
             seconds=time.perf_counter() - attempt.began,
@@ -193,8 +197,7 @@ class Replica:
     def roll_back(self, attempt: Attempt, error: BaseException) -> bool:
         """Undo on this rank; True only if every rank's target is what it was."""
         restored = True
-        with contextlib.suppress(Exception):
-            self._transport.abort(error)
+        self._abort(error)
         if attempt.dirty:
             try:
                 restored = not attempt.committed and bool(self._target.rollback(error))
@@ -211,6 +214,12 @@ class Replica:
         except WeightWireError:
             return False
         return all(part.payload == b"\1" for part in reports)
+
+    def _abort(self, error: BaseException) -> None:
+        if self._receiving:
+            self._receiving = False
+            with contextlib.suppress(Exception):
+                self._transport.abort(error)
 
     # ---------------------------------------------------------------------- other ranks
 
@@ -235,10 +244,16 @@ class Replica:
         """A watch that outlasts rank 0's, so that its reason is heard rather than our own."""
         watch = Watch()
         left = self._watch.deadline.remaining()
-        watch.start(Deadline(left + (1.0 if renew else _GRACE_SECONDS)))
+        watch.start(Deadline(left + (0.4 if renew else _GRACE_SECONDS)))
         return watch
 
     def tell_failure(self, attempt: Attempt, error: BaseException) -> None:
+        """The version failed before its first byte: the other ranks hear why."""
+        if not self._agreement.leads:
+            if attempt.offer is not None:
+                self._agreement.fail("prepared", error)
+                self._agreement.fail("fetched", error)
+            return
         if not attempt.told:
             self._agreement.next_round()
             self._agreement.tell("offer", b"", error)

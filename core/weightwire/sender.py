@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, SenderTransport, Wait
-from weightwire.deadline import Deadline
+from weightwire.deadline import Deadline, calling
 from weightwire.digest import Verify
-from weightwire.errors import ConfigError, PeerLost, WeightWireError
+from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.grouping import DEFAULT_GROUP_BYTES
 from weightwire.handle import Handle, close_all, ranks_of
 from weightwire.lifecycle import Offering, SenderMachine, Transfer
@@ -56,14 +56,19 @@ class WeightSender(Handle):
         self._source = as_source(source)
         self._rules = WireRules(options.wire_dtype, options.keep_dtype)
         super().__init__("sender", backend, options.timeout)
+        if options.min_receivers == 0 and self._backend.capabilities.needs_live_receivers:
+            raise UnsupportedOperation(
+                f"backend {self.backend!r} can't send to nobody (min_receivers=0): it needs live "
+                "receivers; choose a backend that stores versions, such as 'filesystem'"
+            )
         self._last: Report | None = None
         self._sending: Offer | None = None
         deadline = Deadline(options.open_timeout)
         self._watch.start(deadline)
-        self._session = Session.open(
-            session, deadline=deadline, serve=self._rank == 0, token=options.token
-        )
-        with contextlib.ExitStack() as undo:
+        with calling(deadline), contextlib.ExitStack() as undo:
+            self._session = Session.open(
+                session, deadline=deadline, serve=self._rank == 0, token=options.token
+            )
             undo.callback(self._session.close)
             self._observer = LeaseObserver(self._session)
             self._member, self._keeper = membership.enter(
@@ -79,6 +84,7 @@ class WeightSender(Handle):
                 look_around=self._look_around,
                 resume_from=options.resume_from,
             )
+            undo.callback(self._leave_session)
             undo.callback(self._keeper.stop)
             self._agreement = Agreement(self._session, self._member, self._rank)
             self._transport = self._open_transport()
@@ -243,6 +249,7 @@ class WeightSender(Handle):
                 min_receivers=self._options.min_receivers,
             )
             drive(self._machine.send(offering), self._watch, perform)
+            self._ours.done()
         except BaseException as error:
             self._abandon(error, started=bool(reports))
             raise
@@ -261,17 +268,19 @@ class WeightSender(Handle):
             log.warning("old versions weren't dropped: %s", error)
 
     def _follow(self, resolved: Resolved, phases: Phases, began: float) -> Report:
-        with phases.timed("ready"):
-            payload = drive(self._agreement.hear("start"), self._watch)
-        start = msgspec.msgpack.decode(payload, type=Start)
         try:
+            with phases.timed("ready"):
+                payload = drive(self._agreement.hear("start"), self._watch)
+            start = msgspec.msgpack.decode(payload, type=Start)
             self._sending = start.offer
             report = self._ours.move(start.offer, start.readers, resolved, phases, began)
             with phases.timed("commit"):
                 drive(self._agreement.hear("outcome"), self._watch)
             self._agreement.acknowledge("left")
+            self._ours.done()
         except BaseException as error:
-            self._transport.abort(error)
+            self._ours.abort(error)
+            self._agreement.fail("sent", error)
             raise
         finally:
             self._sending = None
@@ -279,10 +288,11 @@ class WeightSender(Handle):
 
     def _abandon(self, error: BaseException, *, started: bool) -> None:
         """Rank 0: leave the transport and the other ranks in good order."""
-        self._transport.abort(error)
+        self._ours.abort(error)
         with contextlib.suppress(WeightWireError):
             if not started:
                 self._agreement.tell("start", b"", error)
+                self._agreement.fail("sent", error)
             self._agreement.tell("outcome", b"", error)
 
     def _finished_report(self, report: Report, phases: Phases, began: float) -> Report:
@@ -297,17 +307,24 @@ class WeightSender(Handle):
             return
         live = membership.live_members(self._session, self._observer)
         for receiver_id in offer.roster:
-            if receiver_id in live or self._machine.has_answered(offer, receiver_id):
+            answer = self._machine.answer_of(offer, receiver_id)
+            if answer is not None and answer.error is not None:
+                error: WeightWireError = answer.error.to_error(f"receiver {receiver_id!r} failed")
+            elif answer is None and receiver_id not in live:
+                error = PeerLost(f"receiver {receiver_id!r} is gone: restart it and send again")
+            else:
                 continue
-            if (
-                self._options.on_receiver_loss == "continue"
-                and self._backend.capabilities.flow != "collective"
-            ):
+            if self._goes_on_without_lost:
                 self._transport.lose(receiver_id)
             else:
-                self._watch.fail(
-                    PeerLost(f"receiver {receiver_id!r} is gone: restart it and send again")
-                )
+                self._watch.fail(error)
+
+    @property
+    def _goes_on_without_lost(self) -> bool:
+        return (
+            self._options.on_receiver_loss == "continue"
+            and self._backend.capabilities.flow != "collective"
+        )
 
     def _notify(
         self,
@@ -351,7 +368,11 @@ class WeightSender(Handle):
             self._watch.start(Deadline(_GOODBYE_SECONDS))
             with contextlib.suppress(WeightWireError):
                 drive(self._agreement.acknowledged("left"), self._watch)
-        membership.leave(self._session, self._member)
+        self._leave_session()
+
+    def _leave_session(self) -> None:
+        if self._rank == 0:
+            membership.leave(self._session, self._member)
 
     def __enter__(self) -> Self:
         self._check_usable()
@@ -399,7 +420,8 @@ def open_sender(
         resume_from: last version of earlier senders that stays readable; without it
             none does.
         min_receivers: receivers that must have joined before a version is offered
-            (only where the backend needs live ones).
+            (only where the backend needs live ones); 0 says that it may go to nobody,
+            which such a backend refuses.
         on_receiver_loss: ``"fail"`` the version, or ``"continue"`` without the lost one.
         lease_ttl: seconds of silence after which this sender counts as dead.
         timeout: seconds for a ``send``.
@@ -409,6 +431,7 @@ def open_sender(
         ConfigError: an argument is wrong.
         BackendNotFound: nothing installed has this name.
         BackendUnavailable: the backend can't run here.
+        UnsupportedOperation: ``min_receivers=0``, and the backend needs live receivers.
         SessionError: the session can't be reached, or has a live sender.
     """
     rank, world_size = ranks_of(rank, world_size, group)

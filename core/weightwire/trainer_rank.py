@@ -9,7 +9,7 @@ import msgspec
 
 from weightwire.contract import Backend, Offer, SenderTransport, Wait
 from weightwire.deadline import Watch
-from weightwire.errors import ConfigError, TableMismatch
+from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.options import SenderOptions
 from weightwire.pipeline import SendPlan, combine
 from weightwire.report import Phases, Report
@@ -63,6 +63,7 @@ class TrainerRank:
         self._options = options
         self._watch = watch
         self._plan: SendPlan | None = None
+        self._sending = False
         self.table: TensorTable | None = None
         self.table_digest = ""
 
@@ -84,7 +85,7 @@ class TrainerRank:
                     build_table(resolved, self._options.world_size, self._options.group_bytes)
                 )
                 arrival = Arrival(version, wait, self.table_digest, self._transport.describe())
-            except Exception as caught:
+            except BaseException as caught:  # an interruption too: the other ranks are told
                 error = caught
             self._agreement.next_round()
             payloads = drive(
@@ -113,13 +114,23 @@ class TrainerRank:
         limit = self._backend.capabilities.max_tensor_nbytes
         for entry in table.tensors:
             if limit is not None and entry.nbytes > limit:
-                raise ConfigError(
+                raise UnsupportedOperation(
                     f"tensor {entry.name!r} has {entry.nbytes} bytes, backend "
                     f"{self._backend.name!r} takes {limit}: choose another backend"
                 )
         self._transport.set_table(table)
         self._plan = SendPlan(table, self._options.rank)
         self.table, self.table_digest = table, digest
+
+    def abort(self, error: BaseException) -> None:
+        """Give up the version that is being moved, if there is one.  Idempotent."""
+        if self._sending:
+            self._sending = False
+            self._transport.abort(error)
+
+    def done(self) -> None:
+        """The version is out: from here on there is nothing to abort."""
+        self._sending = False
 
     def move(
         self,
@@ -133,6 +144,7 @@ class TrainerRank:
         assert self._plan is not None  # noqa: S101 - _arrive() set it
         error: BaseException | None = None
         digest = 0
+        self._sending = True
         try:
             self._transport.begin(offer, readers)
             digest = self._plan.send(
@@ -148,6 +160,7 @@ class TrainerRank:
             if self._agreement.alone:
                 raise
             error = caught
+            self.abort(error)  # first, so that no reader makes another rank wait for this one
         with phases.timed("commit"):
             drive(self._agreement.agree("sent", b"", error), self._watch)
         return Report(

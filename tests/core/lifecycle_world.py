@@ -35,6 +35,7 @@ from weightwire.session.store import SessionStore
 from weightwire.waiting import Act
 
 GROUPS = 3
+DERIVED = -1
 LEASE = 8.0
 ERRORS = (WeightWireError, RuntimeError)
 
@@ -94,26 +95,28 @@ class World:
             process.renew()
 
     def run(self, process: Process, steps: int, preemptions: list) -> None:
-        """Run a process; others may take over between two of its store operations."""
+        """Run a process; others take over between its store operations.
+
+        Args:
+            preemptions: (after so many operations, this other one, for so many steps).
+        """
+        others = [entry for entry in preemptions if entry[1] is not process]
         for _ in range(steps):
-            self.preemptions = [entry for entry in preemptions if entry[1] is not process]
-            preemptions = []
+            self.preemptions = others
             process.step()
-        self.preemptions = []
+            others, self.preemptions = self.preemptions, []
 
     def before_operation(self, process: Process) -> None:
-        if not self.preemptions or not process.scheduled:
-            return
-        due = [entry for entry in self.preemptions if entry[0] == 0]
-        self.preemptions = [(n - 1, p, k) for n, p, k in self.preemptions if n > 0]
-        if not due:
-            return
-        rest, self.preemptions = self.preemptions, []
-        for _, intruder, steps in due:
+        waiting, self.preemptions = self.preemptions, []
+        rest = []
+        for operations, intruder, steps in waiting:
+            if operations > 0:
+                rest.append((operations - 1, intruder, steps))
+                continue
             for _ in range(steps):
                 intruder.step()
+            self.note_acceptable()
         self.preemptions = rest
-        self.note_acceptable()
 
     # ------------------------------------------------------------------ the observer
 
@@ -287,7 +290,7 @@ class Process:
         self.world = world
         self.name = name
         self.resume_from = resume_from
-        self.crashed = self.stopped = self.left = self.running = self.scheduled = False
+        self.crashed = self.stopped = self.left = self.running = False
         self.writes_left: int | None = None
         self.fault: str | None = None
         self.restores = True
@@ -358,14 +361,14 @@ class Process:
             self.left = True
 
     def _guarded(self, work) -> None:
-        self.running = self.scheduled = True
+        self.running = True
         self.world.note_acceptable()
         try:
             work()
         except Crash:
             self.crashed = True
         finally:
-            self.running = self.scheduled = False
+            self.running = False
         if self.crashed:
             self.crash()
 
@@ -480,7 +483,8 @@ class Sender(Process):
 class Receiver(Process):
     def __init__(self, world: World, name: str) -> None:
         self.kind = f"receivers/{name}"
-        self.weights: dict[int, Policy | None] = dict.fromkeys(range(GROUPS))
+        # The groups, and what post-load processing derives from them.
+        self.weights: dict[int, Policy | None] = dict.fromkeys([*range(GROUPS), DERIVED])
         self.reading: Policy | None = None
         self.acceptable: set[Policy] = set()
         self.machine: ReceiverMachine | None = None
@@ -582,6 +586,7 @@ class Receiver(Process):
         yield
         self.injected("commit")
         self.committed = True
+        self.weights[DERIVED] = policy
         assert set(self.weights.values()) == {policy}
         self.world.commits.add((policy, self.name))
         return Applied()

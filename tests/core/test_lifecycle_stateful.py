@@ -19,7 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from weightwire.errors import PeerLost, TransferTimeout
 
 INDEX = st.integers(0, 5)
-PREEMPTIONS = st.lists(st.tuples(st.integers(0, 24), INDEX, st.integers(1, 12)), max_size=2)
+PREEMPTIONS = st.lists(
+    # After so many store operations, this process takes over, for so many steps; again and again.
+    st.tuples(st.integers(0, 24), INDEX, st.sampled_from([1, 2, 4, 12, 30])),
+    max_size=2,
+)
 WAIT = st.sampled_from(["applied", "published"])
 ON_LOSS = st.sampled_from(["fail", "continue"])
 FAULTS = st.sampled_from(

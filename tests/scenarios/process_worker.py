@@ -8,6 +8,7 @@ object a line.  It ends when the connection does.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import ctypes
 import faulthandler
@@ -82,9 +83,11 @@ class Planned(RuntimeError):
 
 
 GATES: dict[str, Gate] = {}
+COUNTS: collections.Counter[str] = collections.Counter()
 
 
 def reach(point: str, flip: Callable[[], None] | None = None) -> None:
+    COUNTS[point] += 1
     gate = GATES.get(point)
     if gate is None:
         return
@@ -564,6 +567,40 @@ def do_holds(versions: Sequence[int], name: str = "main") -> Any:
     return "pristine" if have == pristine else "mixed"
 
 
+def do_compare(version: int, name: str = "main") -> dict[str, str]:
+    """Tensor by tensor: ``new`` (this version), ``pristine`` or ``other``."""
+    member = _member(name)
+    want = models.expected(member.model_name, member.model, version, member.seed)
+    fresh = models.build(member.model_name)
+    models.prefill(fresh)
+    pristine = models.tensors_of(fresh)
+    result = {}
+    for key, value in models.tensors_of(member.model).items():
+        raw = models.raw(value)
+        result[key] = (
+            "new"
+            if raw == models.raw(want[key])
+            else "pristine"
+            if raw == models.raw(pristine[key])
+            else "other"
+        )
+    return result
+
+
+def do_same_bits(one: str, other: str, name: str = "main") -> bool:
+    tensors = models.tensors_of(_member(name).model)
+    return models.raw(tensors[one]) == models.raw(tensors[other])
+
+
+def do_addresses(name: str = "main") -> dict[str, int]:
+    return {key: t.data_ptr() for key, t in models.tensors_of(_member(name).model).items()}
+
+
+def do_counts() -> dict[str, int]:
+    """How often each point was reached."""
+    return dict(COUNTS)
+
+
 def do_hash(name: str = "main") -> str:
     total = hashlib.blake2b(digest_size=16)
     for key, value in sorted(models.tensors_of(_member(name).model).items()):
@@ -640,6 +677,7 @@ def do_reset() -> dict[str, Any]:
     global OBSERVER
     do_disarm()
     CANCEL.clear()
+    COUNTS.clear()
     for member in list(MEMBERS.values()):
         member.handle.close()
     MEMBERS.clear()

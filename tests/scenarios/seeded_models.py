@@ -60,6 +60,7 @@ SPECS: dict[str, Spec] = {
     },
     "wide": layers(4, 4096),
     "big": {f"layers.{i}.weight": ((1024, 1024), F32) for i in range(8)},
+    "padded-vocabulary": {**layers(4, 96), "embed.weight": ((4, 96), BF16)},
     "scalars": {
         "zero_dim.float": ((), F32),
         "zero_dim.int": ((), torch.int64),
@@ -119,6 +120,13 @@ def wrapped() -> nn.Module:
     return Wrapper("module", Wrapper("_orig_mod", Wrapper("_fsdp_wrapped_module", block)))
 
 
+def colliding() -> nn.Module:
+    """Two names that are one without their wrappers."""
+    module = Wrapper("inner", nn.Linear(3, 3))
+    module.add_module("module", Wrapper("inner", nn.Linear(3, 3)))
+    return module
+
+
 def noncontiguous() -> dict[str, Tensor]:
     base = torch.empty(20, 12)
     return {
@@ -129,6 +137,11 @@ def noncontiguous() -> dict[str, Tensor]:
         "expanded": torch.empty(4, 1).expand(4, 6),
         "plain": torch.empty(5, 5),
     }
+
+
+def noncontiguous_target() -> dict[str, Tensor]:
+    """The same, but no element shares memory with another."""
+    return {**noncontiguous(), "expanded": torch.empty(6, 4).t()}
 
 
 def like(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,8 +157,10 @@ BUILDERS: dict[str, Callable[[], Model]] = {
     "normed": normed,
     "wrapped": wrapped,
     "unwrapped": lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
+    "colliding": colliding,
     "noncontiguous": noncontiguous,
     "contiguous": lambda: like(noncontiguous()),
+    "noncontiguous-target": noncontiguous_target,
 }
 _ORDINARY = {"router-master", "router", "tied", "untied", "normed", "wrapped", "unwrapped"}
 _MASTERS = {"router": "router-master"}
@@ -163,7 +178,11 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
 
 def value_of(model_name: str, name: str, like: Tensor, version: int, seed: int) -> Tensor:
     """A tensor's value in a version, of the dtype of ``like``."""
-    make = random_floats if model_name in _ORDINARY | {"noncontiguous", "contiguous"} else None
+    if name == "expanded":
+        made = random_floats(name, version, seed, tuple(like.shape), like.dtype)
+        return made[:, :1].expand(made.shape)
+    ordinary = model_name in _ORDINARY or "contiguous" in model_name
+    make = random_floats if ordinary else None
     for prefix in _PREFIXES:
         name = name.replace(prefix, "")
     if model_name in _MASTERS:
@@ -179,8 +198,8 @@ def fill(model_name: str, model: Model, version: int, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in tensors_of(model).items():
             if 0 in tensor.stride() and tensor.numel() > 1:
-                whole = value_of(model_name, name, tensor, version, seed)
-                tensor[:, :1].copy_(whole[:, :1])
+                value = value_of(model_name, name, tensor, version, seed)
+                tensor[:, :1].copy_(value[:, :1])
             else:
                 tensor.copy_(value_of(model_name, name, tensor, version, seed))
 
@@ -190,10 +209,6 @@ def expected(model_name: str, model: Model, version: int, seed: int) -> dict[str
     result = {}
     for name, tensor in tensors_of(model).items():
         value = value_of(model_name, name, tensor, version, seed)
-        if name == "expanded":
-            value = value[:, :1].expand(value.shape)
-        if model_name == "tied" and name == "lm_head.weight":
-            value = value_of(model_name, "lm_head.weight", tensor, version, seed)
         result[name] = value
     if model_name == "tied":  # filled in order: the last name decides
         result["embed.weight"] = result["lm_head.weight"]

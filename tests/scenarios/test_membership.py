@@ -11,8 +11,8 @@ MakeFleet = Callable[..., Fleet]
 
 
 def exchange(sender: Side, version: int, *replicas: Side) -> None:
+    receiving = [replica.start("receive", minimum=version) for replica in replicas]
     sending = sender.start("send", version=version, wait="applied")
-    receiving = [replica.start("receive") for replica in replicas]
     for calls in receiving:
         assert calls.results()[0]["version"] == version
     sending.results()
@@ -181,15 +181,23 @@ def test_a_restarted_sender_reaches_receivers_that_werent_restarted(
     exchange(sender, 2, replica)
     again = restart(fleet, sender, how)
     assert again.incarnation == (2 if scheme == "file" else 1)
-    # A new run may count from the beginning: its version 1 isn't the old one.
-    fleet_seed = again.opening["seed"]
-    assert fleet_seed == replica.opening["seed"]
-    if fleet.stores:
-        again.send(1)
-        assert replica.receive()[0]["incarnation"] == again.incarnation
-    else:
-        replica.ask("poll")  # over tcp this joins the new sender's session
-        exchange(again, 1, replica)
+    exchange(again, 3, replica)
+    exchange(again, 4, replica)
+
+
+def test_a_restarted_sender_may_count_from_the_beginning_again(
+    make_fleet: MakeFleet, backend: str, scheme: str, request: pytest.FixtureRequest
+) -> None:
+    if (backend, scheme) == ("filesystem", "tcp"):
+        reason = "a new tcp session counts incarnations anew: names of versions collide on disk"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    fleet = make_fleet(backend, scheme)
+    sender = fleet.sender()
+    replica = fleet.receiver(timeout=5.0)
+    exchange(sender, 1, replica)
+    exchange(sender, 2, replica)
+    again = restart(fleet, sender, "closed")
+    exchange(again, 1, replica)
     assert replica.holds(1, 2) == 1
     assert replica.version == 1
 
@@ -301,7 +309,7 @@ def test_an_aborted_version_may_be_sent_again_as_the_next_attempt(fleet: Fleet) 
     assert replica.version is None
     assert "planned failure" in replica.tainted
     second = sender.start("send", version=2, wait="applied")
-    report = replica.receive()[0]
+    report = replica.receive(minimum=2)[0]
     assert (report["version"], report["attempt"]) == (2, 2)
     assert second.results()[0]["attempt"] == 2
     assert replica.holds(1, 2) == 2

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from weightwire_filesystem.files import remove_tree
@@ -11,6 +15,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["Sweeper"]
+
+
+def _remove(path: Path) -> None:
+    if sys.platform == "linux":
+        # There a thread has a niceness of its own: leave the cores to whoever reads
+        # the new version just now.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    remove_tree(path)
 
 
 class Sweeper:
@@ -22,7 +35,7 @@ class Sweeper:
     def remove(self, path: Path) -> None:
         """Remove ``path`` and what is in it, soon."""
         pool = ThreadPoolExecutor(1, "weightwire-filesystem-sweeper")
-        self._pending.append(pool.submit(remove_tree, path))
+        self._pending.append(pool.submit(_remove, path))
         pool.shutdown(wait=False)
 
     def idle(self) -> bool:

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weightwire.contract import Capabilities, Offer, Policy, Wait
-from weightwire.errors import ConfigError, PeerLost, SessionError, WeightWireError
+from weightwire.errors import (
+    ConfigError,
+    PeerLost,
+    SessionError,
+    UnsupportedOperation,
+    WeightWireError,
+)
 from weightwire.lifecycle.acts import Transfer
 from weightwire.lifecycle.history import outcome_of
 from weightwire.lifecycle.states import (
@@ -197,7 +203,7 @@ class SenderMachine:
             if len(roster) >= minimum:
                 most = self.capabilities.max_receivers
                 if most is not None and len(roster) > most:
-                    raise ConfigError(
+                    raise UnsupportedOperation(
                         f"{len(roster)} receivers are in the session, this backend takes {most}: "
                         "close some, or choose another backend"
                     )
@@ -238,16 +244,29 @@ class SenderMachine:
                     self._go_on_without(receiver_id, roster, offering, error)
                 elif record is not None:
                     applied.add(receiver_id)
+                elif (declined := self._declined(offer, member)) is not None:
+                    error = declined.to_error(f"receiver {receiver_id!r} declined")
+                    self._go_on_without(receiver_id, roster, offering, error)
                 elif self._is_lost(receiver_id, member):
                     self._lose(receiver_id, roster, offering)
             missing = sorted(roster.keys() - applied)
             if missing:
                 yield Waiting("receiver_applied", tuple(f"receiver {name!r}" for name in missing))
 
-    def has_answered(self, offer: Offer, receiver_id: str) -> bool:
-        """Whether a receiver has said how the offer ended there: then it may leave."""
-        key = keys.version(offer.policy, "applied", receiver_id)
-        return self.session.read(key, Applied) is not None
+    def _declined(self, offer: Offer, member: Member) -> ErrorInfo | None:
+        """Why a receiver of a stored version can't take it, or None."""
+        receiver_id = member.record.member_id
+        place = keys.answer(offer.policy, "ready", receiver_id, member.incarnation)
+        ready = self.session.read(place, Ready)
+        return ready.declined if ready is not None else None
+
+    def answer_of(self, offer: Offer, receiver_id: str) -> Applied | None:
+        """How the offer ended at a receiver, or None: once it has said so, it may leave."""
+        answered = self.session.numbers(keys.version(offer.policy, "applied", receiver_id))
+        if not answered:
+            return None
+        place = keys.answer(offer.policy, "applied", receiver_id, answered[-1])
+        return self.session.read(place, Applied)
 
     def _is_lost(self, receiver_id: str, member: Member) -> bool:
         current = newest(self.session, f"receivers/{receiver_id}")
@@ -278,7 +297,3 @@ class SenderMachine:
         del roster[receiver_id]
         if not roster and self.capabilities.needs_live_receivers:
             raise error
-
-    def lost_receivers(self, roster: Mapping[str, Member]) -> list[str]:
-        """Ids of the roster that are gone by now."""
-        return [name for name, member in roster.items() if self._is_lost(name, member)]

@@ -7,6 +7,7 @@ raised on all, or on none.  The host's process groups are never touched.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from weightwire.errors import WeightWireError
@@ -82,13 +83,35 @@ class Agreement:
             WeightWireError: this rank's own error as it is, or another rank's by name.
         """
         info = None if error is None else ErrorInfo.of(error)
-        reports = yield from self.gather(step, RankReport(payload, info))
+        try:
+            reports = yield from self.gather(step, RankReport(payload, info))
+        except GeneratorExit:
+            raise
+        except BaseException as interruption:
+            self.fail(step, error or interruption)
+            if error is not None:
+                raise error from interruption  # what went wrong here comes first
+            raise
         if error is not None:
             raise error
         for rank, report in enumerate(reports):
             if report.error is not None:
                 raise report.error.to_error(f"{self._name} rank {rank}")
         return tuple(report.payload for report in reports)
+
+    def fail(self, step: str, error: BaseException) -> None:
+        """This rank leaves the round: whoever waits for it at ``step`` gets its error at once."""
+        if self.alone:
+            return
+        report = RankReport(error=ErrorInfo.of(error))
+        with contextlib.suppress(WeightWireError):  # ``error`` matters more
+            if self._rank == 0:
+                others = (RankReport(),) * (self.world_size - 1)
+                self._session.write(
+                    self._key(self._round, step, "all"), RankReports((report, *others))
+                )
+            else:
+                self._session.write(self._key(self._round, step, str(self._rank)), report)
 
     def tell(self, step: str, payload: bytes, error: BaseException | None = None) -> None:
         """Rank 0: hand its decision to the other ranks."""

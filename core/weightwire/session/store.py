@@ -24,6 +24,9 @@ class SessionStore(ABC):
     url: str
     directory: Path | None = None
     """The session's directory, for stores that are one; backends may keep versions there."""
+    outlives_members: bool = True
+    """If False, the store goes with the member that serves it: whoever waits for an offer
+    waits for the store to come back, and joins the new session there."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
-from weightwire.deadline import Deadline
+from weightwire.deadline import Deadline, patience
 from weightwire.errors import ConfigError, SessionError
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
 
@@ -47,6 +47,8 @@ _BACKLOG = 1024
 
 class TcpStore(SessionStore):
     """A client of the store at ``host:port``, and its server where ``serve`` is set."""
+
+    outlives_members = False
 
     def __init__(self, host: str, port: int, path: str, *, serve: bool, deadline: Deadline) -> None:
         self._host, self._port, self._path = host, port, path
@@ -104,8 +106,8 @@ class TcpStore(SessionStore):
 
     def _run(self, verb: str, key: str, operation: Callable[[TCPStore], T]) -> T:
         """Run one operation, reconnecting once if the server was replaced meanwhile."""
-        deadline = Deadline(_OPERATION_SECONDS)
-        if not self._lock.acquire(timeout=_OPERATION_SECONDS):
+        deadline = Deadline(patience(_OPERATION_SECONDS))
+        if not self._lock.acquire(timeout=deadline.seconds):
             raise SessionError(self._unreachable(f"{verb} {key!r}: it doesn't answer"))
         try:
             for last in (False, True):

@@ -1,0 +1,389 @@
+"""What must arrive, rebuilt from a seed in the process that receives it.
+
+Shares no code with table, planner, pipeline or transport: numpy makes bytes,
+torch only holds them, and bytes are compared, never values.  Floating-point
+tensors begin with what is easily lost: NaNs with payloads, signalling NaNs,
+negative zero, subnormals, infinities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["MODELS", "Leaf", "Model", "difference", "model", "pristine", "source", "target"]
+
+Layout = Literal["dense", "strided", "transposed", "narrowed", "expanded"]
+Kind = Literal["bits", "numbers"]
+
+_EXPONENTS = {
+    # exponent bits, mantissa bits
+    torch.float8_e4m3fn: (4, 3),
+    torch.float8_e5m2: (5, 2),
+    torch.float16: (5, 10),
+    torch.bfloat16: (8, 7),
+    torch.float32: (8, 23),
+    torch.float64: (11, 52),
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a model.
+
+    Attributes:
+        layout: how it lies in the trainer's memory; the receiver's is dense.
+        kind: any ``bits``, or ordinary ``numbers`` that a cast leaves meaningful.
+        cast: dtype on the wire and at the receiver, where it isn't the trainer's.
+        tied: name of the tensor whose memory it shares.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = "dense"
+    kind: Kind = "bits"
+    cast: torch.dtype | None = None
+    tied: str | None = None
+
+
+Model = Sequence[Leaf]
+
+
+# ------------------------------------------------------------------ models
+
+
+def _layers(count: int = 3, width: int = 96) -> Iterable[Leaf]:
+    """A little of everything, in layers of equal shapes."""
+    yield Leaf("embed.weight", (3, width), torch.bfloat16)
+    for i in range(count):
+        yield Leaf(f"layers.{i}.up.weight", (width, 24), torch.bfloat16)
+        yield Leaf(f"layers.{i}.norm.weight", (width,), torch.float32)
+        yield Leaf(f"layers.{i}.steps", (), torch.int64)
+    yield Leaf("head.weight", (5, width), torch.float16)
+    yield Leaf("mask", (7,), torch.bool)
+    yield Leaf("nothing", (0, 4), torch.float32)
+
+
+def _dtypes() -> Iterable[Leaf]:
+    for dtype in (
+        *_EXPONENTS,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    ):
+        yield Leaf(f"{str(dtype).removeprefix('torch.')}.weight", (17, 5), dtype)
+
+
+def _specials() -> Iterable[Leaf]:
+    for dtype in _EXPONENTS:
+        yield Leaf(f"{str(dtype).removeprefix('torch.')}.specials", (64,), dtype)
+
+
+def _scalars() -> Iterable[Leaf]:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
+        yield Leaf(f"scalar.{str(dtype).removeprefix('torch.')}", (), dtype)
+
+
+def _empty() -> Iterable[Leaf]:
+    yield Leaf("rows", (0, 3), torch.bfloat16)
+    yield Leaf("columns", (4, 0), torch.float32)
+    yield Leaf("alone", (0,), torch.int64)
+    yield Leaf("beside.weight", (5, 3), torch.float32)
+
+
+def _buffers() -> Iterable[Leaf]:
+    yield Leaf("norm.weight", (12,), torch.float32)
+    yield Leaf("norm.running_mean", (12,), torch.float32)
+    yield Leaf("norm.num_batches_tracked", (), torch.int64)
+    yield Leaf("attention.positions", (33,), torch.int32)
+    yield Leaf("experts.map", (3, 7), torch.int16)
+    yield Leaf("experts.enabled", (19,), torch.bool)
+    yield Leaf("codebook", (4, 16), torch.uint8)
+
+
+def _noncontiguous() -> Iterable[Leaf]:
+    yield Leaf("strided", (6, 10), torch.float32, "strided")
+    yield Leaf("transposed", (9, 5), torch.bfloat16, "transposed")
+    yield Leaf("narrowed", (6, 13), torch.float16, "narrowed")
+    yield Leaf("expanded", (4, 6), torch.float32, "expanded")
+    yield Leaf("dense", (5, 5), torch.float32)
+
+
+def _tied() -> Iterable[Leaf]:
+    yield Leaf("embed.weight", (12, 8), torch.bfloat16)
+    yield Leaf("layers.0.weight", (8, 8), torch.bfloat16)
+    yield Leaf("lm_head.weight", (12, 8), torch.bfloat16, tied="embed.weight")
+
+
+def _names() -> Iterable[Leaf]:
+    for name in (
+        "x",
+        "Ω.gewicht.β",
+        "with space",
+        "UPPER.lower",
+        "upper.LOWER",
+        "a-b_c.d",
+        "trailing.",
+        "..leading",
+        "quote'\"",
+        "100%.{}$HOME",
+        "重み.0",
+        "weights/nested/name",
+        "l" * 300,
+    ):
+        yield Leaf(name, (3, 3), torch.float32)
+
+
+def _tiny(count: int = 300) -> Iterable[Leaf]:
+    for i in range(count):
+        yield Leaf(f"layers.{i // 10}.part{i % 10}.bias", (1 + i % 3,), torch.float32)
+
+
+def _large(nbytes: int = 3 << 20) -> Iterable[Leaf]:
+    yield Leaf("before.weight", (16,), torch.float32)
+    yield Leaf("large.weight", (nbytes // 2048, 1024), torch.bfloat16)
+    yield Leaf("after.weight", (16,), torch.float32)
+
+
+def _masters(width: int = 256) -> Iterable[Leaf]:
+    """Masters in float32 that travel as bfloat16, but for the router's bias."""
+    for i in range(2):
+        yield Leaf(
+            f"layers.{i}.weight",
+            (width, 12),
+            torch.float32,
+            kind="numbers",
+            cast=torch.bfloat16,
+        )
+    yield Leaf("router.bias", (width,), torch.float32, kind="numbers")
+    yield Leaf("steps", (), torch.int64)
+
+
+def _halves() -> Iterable[Leaf]:
+    yield Leaf(
+        "master.weight", (33, 9), torch.float64, kind="numbers", cast=torch.float16
+    )
+    yield Leaf(
+        "half.weight", (33, 9), torch.bfloat16, kind="numbers", cast=torch.float16
+    )
+    yield Leaf("count", (3,), torch.int32)
+
+
+def _twins(count: int = 6) -> Iterable[Leaf]:
+    """Tensors that only their names tell apart."""
+    for i in range(count):
+        yield Leaf(f"layers.{i}.weight", (64, 8), torch.float32)
+
+
+def _extra() -> Iterable[Leaf]:
+    yield from _layers()
+    yield Leaf("layers.0.extra.weight", (4,), torch.float32)
+
+
+def _reshaped() -> Iterable[Leaf]:
+    for leaf in _layers():
+        yield Leaf("head.weight", (6, 96), torch.float16) if leaf.name == "head.weight" else leaf
+
+
+def _retyped() -> Iterable[Leaf]:
+    for leaf in _layers():
+        yield Leaf("head.weight", (5, 96), torch.bfloat16) if leaf.name == "head.weight" else leaf
+
+
+def _misspelt() -> Iterable[Leaf]:
+    for leaf in _layers():
+        yield Leaf(leaf.name.replace("layers.1.up", "layers.1.upp"), leaf.shape, leaf.dtype)
+
+
+MODELS: Mapping[str, Callable[..., Iterable[Leaf]]] = {
+    "buffers": _buffers,
+    "dtypes": _dtypes,
+    "empty": _empty,
+    "extra": _extra,
+    "halves": _halves,
+    "large": _large,
+    "layers": _layers,
+    "masters": _masters,
+    "misspelt": _misspelt,
+    "names": _names,
+    "noncontiguous": _noncontiguous,
+    "reshaped": _reshaped,
+    "retyped": _retyped,
+    "scalars": _scalars,
+    "specials": _specials,
+    "tied": _tied,
+    "tiny": _tiny,
+    "twins": _twins,
+}
+"""By the name that scenarios use; each takes its sizes as keyword arguments."""
+
+
+def model(name: str, sizes: Mapping[str, Any]) -> Model:
+    return tuple(MODELS[name](**sizes))
+
+
+# ------------------------------------------------------------------ values
+
+
+def _specials_of(dtype: torch.dtype) -> list[int]:
+    """Bit patterns that a copy through arithmetic would lose."""
+    exponent, mantissa = _EXPONENTS[dtype]
+    sign = 1 << (exponent + mantissa)
+    top = ((1 << exponent) - 1) << mantissa
+    return [
+        sign,  # -0.0
+        1,  # the smallest subnormal
+        sign | ((1 << mantissa) - 1),  # the largest subnormal, negative
+        top,  # infinity, where the format has one
+        sign | top,
+        top | (1 << (mantissa - 1)) | 1,  # a NaN with a payload
+        sign | top | (1 << (mantissa - 1)) | 1,
+        top | 1,  # a signalling NaN
+        sign | top | ((1 << mantissa) - 1),
+    ]
+
+
+def _generator(leaf: Leaf, version: int, seed: int) -> np.random.Generator:
+    key = hashlib.blake2b(f"{seed}/{version}/{leaf.name}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+
+def _bits(leaf: Leaf, version: int, seed: int) -> Tensor:
+    count = math.prod(leaf.shape)
+    size = count * leaf.dtype.itemsize
+    if not count:
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
+    raw = bytearray(_generator(leaf, version, seed).bytes(size))
+    if leaf.dtype == torch.bool:
+        raw = bytearray(byte & 1 for byte in raw)
+    if leaf.dtype in _EXPONENTS:
+        width = leaf.dtype.itemsize
+        for i, pattern in enumerate(_specials_of(leaf.dtype)[: max(0, count - 1)]):
+            raw[i * width : (i + 1) * width] = pattern.to_bytes(width, "little")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(leaf.dtype).reshape(leaf.shape)
+
+
+def _numbers(leaf: Leaf, version: int, seed: int) -> Tensor:
+    values = _generator(leaf, version, seed).standard_normal(leaf.shape)
+    flat = values.reshape(-1)
+    specials = [-0.0, 1e-40, -1e-45, float("inf"), 65504.0, 1.0 + 2.0**-9]
+    flat[: len(specials)] = specials[: flat.size]
+    return torch.from_numpy(values).to(leaf.dtype)
+
+
+def _stored(leaf: Leaf, version: int, seed: int) -> Tensor:
+    """The trainer's values."""
+    make = _numbers if leaf.kind == "numbers" else _bits
+    value = make(leaf, version, seed)
+    return value[:, :1].expand(value.shape) if leaf.layout == "expanded" else value
+
+
+def _arriving(leaf: Leaf, version: int, seed: int) -> Tensor:
+    """The receiver's values: casts are torch's own."""
+    stored = _stored(leaf, version, seed)
+    return stored if leaf.cast is None else stored.to(leaf.cast)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# ------------------------------------------------------------------ both sides' memory
+
+
+def source(leaves: Model, version: int, seed: int, into: dict[str, Tensor] | None) -> dict[
+    str, Tensor
+]:
+    """The trainer's tensors with a version in them; in ``into``'s memory when it is given."""
+    made = into if into is not None else _allocate(leaves)
+    with torch.no_grad():
+        for leaf in leaves:
+            if leaf.tied is None:
+                value = _stored(leaf, version, seed)
+                where = made[leaf.name]
+                if leaf.layout == "expanded":
+                    where, value = where[:, :1], value[:, :1]
+                _put(where, value)
+    return made
+
+
+def _put(where: Tensor, value: Tensor) -> None:
+    if where.is_contiguous() and where.numel():
+        _raw_view(where).copy_(_raw(value))  # bytes: a copy of floats might quiet a NaN
+    elif where.numel():
+        where.copy_(value)
+
+
+def _raw_view(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _allocate(leaves: Model) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = {}
+    for leaf in leaves:
+        if leaf.tied is not None:
+            made[leaf.name] = made[leaf.tied]
+            continue
+        match leaf.layout:
+            case "dense":
+                made[leaf.name] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            case "strided":
+                rows, columns = leaf.shape
+                made[leaf.name] = torch.empty(2 * rows, 3 * columns, dtype=leaf.dtype)[::2, ::3]
+            case "transposed":
+                made[leaf.name] = torch.empty(leaf.shape[::-1], dtype=leaf.dtype).t()
+            case "narrowed":
+                rows, columns = leaf.shape
+                made[leaf.name] = torch.empty(rows, columns + 9, dtype=leaf.dtype)[:, 4:-5]
+            case "expanded":
+                made[leaf.name] = torch.empty(leaf.shape[0], 1, dtype=leaf.dtype).expand(leaf.shape)
+    return made
+
+
+def target(leaves: Model) -> dict[str, Tensor]:
+    """The receiver's tensors, filled with what no version has: NaNs, and -1 in integers."""
+    made: dict[str, Tensor] = {}
+    for leaf in leaves:
+        if leaf.tied is not None:
+            made[leaf.name] = made[leaf.tied]
+            continue
+        made[leaf.name] = torch.empty(leaf.shape, dtype=leaf.cast or leaf.dtype)
+        if made[leaf.name].numel():
+            _raw_view(made[leaf.name]).fill_(1 if leaf.dtype == torch.bool else 255)
+    return made
+
+
+def pristine(leaves: Model, held: Mapping[str, Tensor]) -> bool:
+    """Whether a target is as ``target`` made it."""
+    fresh = target(leaves)
+    return all(torch.equal(_raw(held[name]), _raw(value)) for name, value in fresh.items())
+
+
+def difference(leaves: Model, held: Mapping[str, Tensor], version: int, seed: int) -> str | None:
+    """Where a target isn't this version, byte for byte; None when it is."""
+    by_name = {leaf.name: leaf for leaf in leaves}
+    for leaf in leaves:
+        origin = by_name[leaf.tied] if leaf.tied is not None else leaf
+        have, want = _raw(held[leaf.name]), _raw(_arriving(origin, version, seed))
+        if have.shape != want.shape:
+            return f"tensor {leaf.name!r} has {have.numel()} bytes, not {want.numel()}"
+        if not torch.equal(have, want):
+            wrong = int((have != want).sum())
+            first = int((have != want).nonzero()[0])
+            return (
+                f"tensor {leaf.name!r} isn't version {version}: {wrong} of {want.numel()} bytes "
+                f"differ, the first at {first} (has {int(have[first]):#04x}, should have "
+                f"{int(want[first]):#04x})"
+            )
+    return None

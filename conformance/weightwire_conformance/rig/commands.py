@@ -1,0 +1,276 @@
+"""What a worker can be told to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weightwire
+from weightwire.config import select
+from weightwire.deadline import Watch
+from weightwire.plugins import probe, registry
+from weightwire_conformance import oracle
+from weightwire_conformance.rig import edge
+from weightwire_conformance.rig.leavings import Leavings, usage
+from weightwire_conformance.rig.points import Action, Points
+
+__all__ = ["Commands"]
+
+
+@dataclass
+class _Member:
+    """The worker's handle and its weights."""
+
+    handle: weightwire.WeightSender | weightwire.WeightReceiver
+    model: oracle.Model
+    tensors: dict[str, Tensor]
+    seed: int
+
+
+class Commands:
+    """One method ``do_NAME`` for each command, called with its JSON arguments.
+
+    Attributes:
+        seconds: that the library's own call took, in commands that make one.
+    """
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self.seconds: float | None = None
+        self._tell = tell
+        self._points = Points(lambda point: tell(event="at", point=point))
+        self._instrumented: set[str] = set()
+        self._leavings = Leavings()
+        self._open: _Member | None = None
+        self._noted = ""
+        self._report_waits()
+
+    def run(self, do: str, arguments: Mapping[str, Any]) -> Any:
+        command: Callable[..., Any] = getattr(self, f"do_{do}")
+        return command(**arguments)
+
+    def _report_waits(self) -> None:
+        """Tell the scenario whenever a wait begins: it then acts without sleeping."""
+        check, until = Watch.check, Watch.until
+
+        def note(waiting_for: str) -> None:
+            if waiting_for != self._noted:
+                self._noted = waiting_for
+                self._tell(event="waiting", for_what=waiting_for)
+
+        def noting_check(
+            watch: Watch, waiting_for: str = "the version", missing: Sequence[str] = ()
+        ) -> None:
+            note(waiting_for)
+            check(watch, waiting_for, missing)
+
+        def noting_until(watch: Watch, condition: Any, waiting_for: str, *rest: Any) -> Any:
+            note(waiting_for)
+            return until(watch, condition, waiting_for, *rest)
+
+        Watch.check = noting_check  # type: ignore[method-assign]
+        Watch.until = noting_until  # type: ignore[method-assign,assignment]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._noted = ""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds = time.monotonic() - began
+
+    @property
+    def _member(self) -> _Member:
+        if self._open is None:
+            raise AssertionError("this worker has nothing open")
+        return self._open
+
+    @property
+    def _sender(self) -> weightwire.WeightSender:
+        handle = self._member.handle
+        assert isinstance(handle, weightwire.WeightSender)  # noqa: S101 - a scenario's mistake
+        return handle
+
+    @property
+    def _receiver(self) -> weightwire.WeightReceiver:
+        handle = self._member.handle
+        assert isinstance(handle, weightwire.WeightReceiver)  # noqa: S101 - a scenario's mistake
+        return handle
+
+    # -------------------------------------------------------------- about this process
+
+    def do_hello(self) -> int:
+        return os.getpid()
+
+    def do_take(self, directory: str) -> None:
+        """A scenario begins."""
+        self._leavings.begin(Path(directory))
+
+    def do_let_go(self) -> dict[str, Any]:
+        """It ends: close and forget everything, and say what is left."""
+        self._points.disarm()
+        files = self._leavings.files()
+        errors = []
+        if self._open is not None:
+            try:
+                self._open.handle.close()
+            except Exception as error:
+                errors.append(f"close() raised {type(error).__name__}: {error}")
+        self._open = None
+        return {"files": sorted(files), "problems": errors + self._leavings.problems()}
+
+    def do_usage(self) -> dict[str, Any]:
+        return usage()
+
+    def do_describe(self, backend: str) -> dict[str, Any]:
+        """A backend's declaration, and whether it runs here."""
+        found = registry().backend(backend)
+        capabilities = asdict(found.capabilities)
+        capabilities["devices"] = sorted(capabilities["devices"])
+        with self._timed():
+            probe(found)
+        return {"capabilities": capabilities, "summary": found.summary, "api": found.api}
+
+    def do_select(self, backend: Mapping[str, Any]) -> None:
+        """Validate a choice of backend and options."""
+        select(backend)
+
+    # -------------------------------------------------------------- points
+
+    def do_arm(self, point: str, action: Action = "stop", after: int = 0) -> None:
+        self._points.arm(point, action, after)
+
+    def do_release(self, point: str) -> None:
+        self._points.release(point)
+
+    # -------------------------------------------------------------- handles
+
+    def _instrument(self, backend: Mapping[str, Any]) -> None:
+        name = backend["backend"]
+        if name not in self._instrumented:
+            self._instrumented.add(name)
+            edge.instrument(registry().backend(name), self._points)
+
+    def do_open_sender(
+        self,
+        backend: Mapping[str, Any],
+        session: str,
+        model: str,
+        sizes: Mapping[str, Any],
+        seed: int,
+        **options: Any,
+    ) -> dict[str, Any]:
+        self._instrument(backend)
+        leaves = oracle.model(model, sizes)
+        tensors = oracle.source(leaves, 0, seed, None)
+        handle = weightwire.open_sender(
+            backend, session=session, source=edge.PointedSource(tensors, self._points), **options
+        )
+        self._open = _Member(handle, leaves, tensors, seed)
+        return {"pid": os.getpid(), "incarnation": handle.incarnation}
+
+    def do_open_receiver(
+        self,
+        backend: Mapping[str, Any],
+        session: str,
+        model: str,
+        sizes: Mapping[str, Any],
+        seed: int,
+        receiver_id: str,
+        staged: bool = False,
+        **options: Any,
+    ) -> dict[str, Any]:
+        self._instrument(backend)
+        leaves = oracle.model(model, sizes)
+        tensors = oracle.target(leaves)
+        handle = weightwire.open_receiver(
+            backend,
+            session=session,
+            target=edge.PointedTarget(tensors, self._points, staged=staged),
+            receiver_id=receiver_id,
+            **options,
+        )
+        self._open = _Member(handle, leaves, tensors, seed)
+        return {"pid": os.getpid()}
+
+    def do_close(self) -> None:
+        with self._timed():
+            self._member.handle.close()
+
+    # -------------------------------------------------------------- sending
+
+    def do_send(
+        self, version: Any, fill: bool = True, scribble: bool = False, **options: Any
+    ) -> dict[str, Any]:
+        """Send a version.
+
+        Args:
+            fill: the version's own values come first.
+            scribble: change the source at once when ``send`` has returned.
+        """
+        member = self._member
+        if fill:
+            oracle.source(member.model, version, member.seed, member.tensors)
+        with self._timed():
+            report = self._sender.send(version, **options)
+        if scribble:
+            oracle.source(member.model, -version, member.seed, member.tensors)
+        return report.to_dict()
+
+    def do_move_tensors(self) -> None:
+        """New memory for every tensor, as an optimizer that offloads would give."""
+        member = self._member
+        moved = oracle.source(member.model, 0, member.seed, None)
+        for name, tensor in moved.items():
+            member.tensors[name] = tensor
+
+    # -------------------------------------------------------------- receiving
+
+    def do_receive(self, **options: Any) -> dict[str, Any]:
+        with self._timed():
+            return self._receiver.receive(**options).to_dict()
+
+    def do_begin(self, **options: Any) -> int:
+        with self._timed():
+            return self._receiver.begin(**options).policy.version
+
+    def do_fetch(self) -> None:
+        with self._timed():
+            self._receiver.fetch()
+
+    def do_commit(self) -> dict[str, Any]:
+        with self._timed():
+            return self._receiver.commit().to_dict()
+
+    def do_poll(self) -> int | None:
+        with self._timed():
+            return self._receiver.poll()
+
+    def do_version(self) -> int | None:
+        return self._member.handle.version
+
+    def do_tainted(self) -> str | None:
+        return self._receiver.tainted
+
+    def do_difference(self, version: int) -> str | None:
+        """Where the target isn't this version; None when it is."""
+        member = self._member
+        return oracle.difference(member.model, member.tensors, version, member.seed)
+
+    def do_pristine(self) -> bool:
+        return oracle.pristine(self._member.model, self._member.tensors)
+
+    def do_addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._member.tensors.values()]
+
+    def do_shrink(self) -> None:
+        """Give freed memory back, so that what is measured next is what is held."""
+        torch.empty(0)

@@ -1,0 +1,158 @@
+"""What a worker may leave behind: threads, children, ports, files, descriptors.
+
+Linux only, as is the rig: it reads ``/proc``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Leavings", "usage"]
+
+_SHM = "/dev/shm/"  # noqa: S108 - looked at, not written to
+_LISTENING = "0A"
+_SETTLE_SECONDS = 5.0
+
+
+class Leavings:
+    """Watches this process from the moment a scenario takes it.
+
+    Files that Python creates in shared memory or in directories for temporary
+    files are noted as they are created; those that native code maps or holds
+    open, when the scenario ends.
+    """
+
+    def __init__(self) -> None:
+        self._created: set[str] = set()
+        self._threads: set[threading.Thread] = set()
+        self._watched: tuple[str, ...] = ()
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not self._watched or not isinstance(arguments[0], str):
+            return
+        path, mode, flags = arguments
+        creates = bool(flags & os.O_CREAT) if isinstance(flags, int) else "w" in str(mode)
+        if creates and path.startswith(self._watched):
+            self._created.add(path)
+
+    def begin(self, directory: Path) -> None:
+        """A scenario takes this worker; its temporary files go to ``directory``."""
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR", None)
+        outside = f"{tempfile.gettempdir()}/"
+        os.environ["TMPDIR"] = str(directory)
+        tempfile.tempdir = str(directory)
+        self._watched = (_SHM, outside)
+        self._created.clear()
+        self._threads = set(threading.enumerate())
+
+    def files(self) -> set[str]:
+        """Files outside the scenario's own directory that may turn out to be left behind."""
+        scenario = str(Path(tempfile.gettempdir()).parent)
+        found = self._created | _mapped() | set(_descriptors().values())
+        return {
+            path for path in found if path.startswith(self._watched) and scenario not in path
+        }
+
+    def problems(self) -> list[str]:
+        """What is left of the scenario once its handles are closed."""
+        gc.collect()
+        checks: list[Callable[[], list[str]]] = [
+            self._left_threads,
+            _left_children,
+            _left_ports,
+            self._left_descriptors,
+        ]
+        end = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            found = [problem for check in checks for problem in check()]
+            if not found or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
+
+    def _left_threads(self) -> list[str]:
+        current = threading.current_thread()
+        return [
+            f"thread {thread.name!r} still runs"
+            for thread in threading.enumerate()
+            if thread not in self._threads and thread is not current
+        ]
+
+    def _left_descriptors(self) -> list[str]:
+        scenario = str(Path(tempfile.gettempdir()).parent)
+        return [
+            f"descriptor {number} is still open on {path}"
+            for number, path in _descriptors().items()
+            if (path.startswith(_SHM) or path.startswith(scenario)) and not path.endswith(".log")
+        ]
+
+
+def usage() -> dict[str, Any]:
+    """What must stay flat over many versions."""
+    gc.collect()
+    resident = 0
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            resident = int(line.split()[1]) << 10
+    return {
+        "threads": threading.active_count(),
+        "descriptors": len(_descriptors()),
+        "children": len(_left_children()),
+        "mappings": len(_mapped()),
+        "resident": resident,
+    }
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the listing's own
+    return found
+
+
+def _mapped() -> set[str]:
+    found = set()
+    with Path("/proc/self/maps").open() as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(_SHM):
+                found.add(fields[5].removesuffix(" (deleted)"))
+    return found
+
+
+def _left_children() -> list[str]:
+    children = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            children += (task / "children").read_text().split()
+        except OSError:
+            continue  # the thread has just ended
+    return [f"child process {pid} still runs" for pid in children]
+
+
+def _left_ports() -> list[str]:
+    sockets = {
+        path.removeprefix("socket:[").removesuffix("]")
+        for path in _descriptors().values()
+        if path.startswith("socket:[")
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        lines = Path(f"/proc/self/net/{table}")
+        for line in lines.read_text().splitlines()[1:] if lines.exists() else ():
+            fields = line.split()
+            if fields[3] == _LISTENING and fields[9] in sockets:
+                found.append(f"port {int(fields[1].rpartition(':')[2], 16)} is still listened on")
+    return found

@@ -1,0 +1,81 @@
+"""Warm workers, forked from one process that has imported everything."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from weightwire_conformance.rig.worker import Worker
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """Workers of one run.
+
+    A worker serves one backend all its life: what a transport's library keeps in
+    a process can't disturb another backend.
+
+    Args:
+        patience: seconds to wait for any answer of a worker.
+        environment: added to the workers' environment.
+    """
+
+    def __init__(self, patience: float = 60.0, environment: Mapping[str, str] | None = None) -> None:
+        self.patience = patience
+        self.directory = Path(tempfile.mkdtemp(prefix="weightwire-conformance-"))
+        self._address = str(self.directory / "workers")
+        self._count = itertools.count()
+        self._idle: dict[str, list[Worker]] = {}
+        log = self.directory / "first.log"
+        with log.open("w") as errors:
+            self._first = subprocess.Popen(
+                [sys.executable, "-m", "weightwire_conformance.rig.process", self._address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                env={
+                    **{key: value for key, value in os.environ.items() if key != "WEIGHTWIRE_TOKEN"},
+                    "OMP_NUM_THREADS": "1",
+                    **(environment or {}),
+                },
+            )
+        assert self._first.stdout is not None  # noqa: S101 - asked for above
+        if self._first.stdout.readline() != b"ready\n":
+            why = log.read_text(errors="replace")
+            self.close()
+            raise RuntimeError(f"the rig's first process didn't start\n{why}")
+
+    def take(self, backend: str) -> Worker:
+        """A worker for this backend; warm when there is one."""
+        idle = self._idle.setdefault(backend, [])
+        while idle:
+            worker = idle.pop()
+            if not worker.dead:
+                return worker
+        log = self.directory / f"worker-{next(self._count)}.log"
+        return Worker(self._address, log, self.patience)
+
+    def give_back(self, backend: str, worker: Worker) -> None:
+        worker.forget()
+        self._idle[backend].append(worker)
+
+    def end(self, backend: str) -> None:
+        """No more scenarios of this backend."""
+        for worker in self._idle.pop(backend, []):
+            worker.discard()
+
+    def close(self) -> None:
+        """End every process."""
+        for backend in list(self._idle):
+            self.end(backend)
+        self._first.kill()  # every worker ends with it
+        self._first.communicate()
+        shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""The worker's side: a trainer rank or an inference rank that a scenario steps through its life.
+
+Run as ``python -m weightwire_conformance.rig.process SOCKET``: imports once, then
+forks one worker for each connection.  A worker's standard input and output are
+that connection, one JSON object a line.  It ends when the connection does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from weightwire.errors import WeightWireError
+from weightwire.plugins import registry
+from weightwire_conformance.rig.commands import Commands
+
+__all__: list[str] = []
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _Output:
+    """Answers and events, one line each, from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def write(self, **message: Any) -> None:
+        view = memoryview((json.dumps(message) + "\n").encode())
+        with self._lock:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+
+def _run(commands: Commands, output: _Output, message: dict[str, Any]) -> None:
+    began = time.monotonic()
+    commands.seconds = None
+    try:
+        result = commands.run(message["do"], message["args"])
+        answer = {"id": message["id"], "result": result}
+    except BaseException as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        answer = {"id": message["id"], "error": names, "message": str(error)}
+        if not isinstance(error, WeightWireError | KeyboardInterrupt):
+            traceback.print_exc()
+    seconds = commands.seconds
+    output.write(seconds=time.monotonic() - began if seconds is None else seconds, **answer)
+
+
+def _serve(output: _Output) -> None:
+    commands = Commands(output.write)
+    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if message["now"]:  # beside whatever the main thread does
+                threading.Thread(target=_run, args=(commands, output, message), daemon=True).start()
+            else:
+                waiting.put(message)
+        os._exit(0)
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    output.write(id=0, result=os.getpid(), seconds=0.0)
+    while True:
+        try:
+            _run(commands, output, waiting.get())
+        except KeyboardInterrupt:
+            output.write(event="interrupted")
+
+
+def _become_worker(connection: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with connection.makefile("r") as file:
+        log = file.readline().strip()
+    errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(connection.fileno(), 0)
+    os.dup2(errors, 1)  # what a library prints mustn't mix with answers
+    os.dup2(errors, 2)
+    output = _Output(os.dup(connection.fileno()))
+    connection.close()
+    os.close(errors)
+    sys.stdin = open(0)  # noqa: SIM115, PTH123 - for the life of the process
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    _serve(output)
+
+
+def main(address: str) -> None:
+    """Fork a worker for each connection to the socket ``address``."""
+    registry()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    os.write(1, b"ready\n")
+    parent = os.getpid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            # Even a stopped worker ends with this process, and this one with the run.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            listener.close()
+            _become_worker(connection)
+        connection.close()
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not sys.stdin: its lock would be held in every fork
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,272 @@
+"""The scenario's side of one worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightwire_conformance.rig.points import Action
+
+__all__ = ["Call", "Calls", "NoAnswer", "RemoteError", "Worker", "WorkerDied", "until"]
+
+
+class RemoteError(Exception):
+    """What a call in a worker raised.
+
+    Attributes:
+        kinds: the error's class and its bases, by name.
+        message: all of it.
+        seconds: that the library's call took.
+    """
+
+    def __init__(self, kinds: Sequence[str], message: str, seconds: float) -> None:
+        super().__init__(f"{kinds[0]}: {message}")
+        self.kinds = tuple(kinds)
+        self.message = message
+        self.seconds = seconds
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[0]
+
+    @property
+    def first(self) -> str:
+        """The first line of the message."""
+        return self.message.partition("\n")[0]
+
+
+class WorkerDied(RemoteError):
+    """The worker's process ended before it answered."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(["WorkerDied"], f"the worker's process ended\n{log}", 0.0)
+
+
+class NoAnswer(AssertionError):
+    """A worker didn't answer in time: something hangs."""
+
+
+class Call:
+    """A command that a worker is running."""
+
+    def __init__(self, worker: Worker, number: int, do: str) -> None:
+        self.worker = worker
+        self.number = number
+        self.do = do
+
+    @property
+    def done(self) -> bool:
+        return self.number in self.worker.answers or self.worker.dead
+
+    def result(self) -> Any:
+        answer = self.worker.answer(self)
+        if "error" in answer:
+            raise RemoteError(answer["error"], answer["message"], answer["seconds"])
+        return answer["result"]
+
+    def error(self) -> RemoteError:
+        """The error of weightwire's tree that the call must end with."""
+        try:
+            result = self.result()
+        except WorkerDied:
+            raise
+        except RemoteError as error:
+            return error
+        raise AssertionError(f"{self.do} should have failed, and returned {_short(result)}")
+
+
+class Calls:
+    """One command on every rank of a side."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)
+
+    @property
+    def done(self) -> bool:
+        return all(call.done for call in self.calls)
+
+    def results(self) -> list[Any]:
+        return [call.result() for call in self.calls]
+
+    def error(self) -> RemoteError:
+        """Rank 0's error, once every rank has failed."""
+        return [call.error() for call in self.calls][0]
+
+    def outcome(self) -> RemoteError | None:
+        """Rank 0's error, or None when every rank succeeded; ranks may not differ."""
+        failures = []
+        for call in self.calls:
+            try:
+                call.result()
+            except WorkerDied:
+                raise
+            except RemoteError as error:
+                failures.append(error)
+        if failures and len(failures) < len(self.calls):
+            raise AssertionError(f"an error on some ranks only: {failures[0]}")
+        return failures[0] if failures else None
+
+
+class Worker:
+    """One process of the rig.
+
+    Args:
+        address: socket of the process that forks workers.
+        log: file for what it writes to stdout and stderr.
+        patience: seconds to wait for any answer.
+    """
+
+    def __init__(self, address: str, log: Path, patience: float) -> None:
+        self.log = log
+        self.patience = patience
+        self.answers: dict[int, dict[str, Any]] = {}
+        self.dead = False
+        self._events: list[dict[str, Any]] = []
+        self._mark = 0
+        self._numbers = itertools.count(1)
+        self._news = threading.Condition()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address)
+        self._connection.sendall(f"{log}\n".encode())
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.pid = 0
+        self.pid = int(Call(self, 0, "start").result())
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._connection.makefile("r") as lines:
+            for line in lines:
+                message = json.loads(line)
+                with self._news:
+                    if "event" in message:
+                        self._events.append(message)
+                    else:
+                        self.answers[message["id"]] = message
+                    self._news.notify_all()
+        with self._news:
+            self.dead = True
+            self._news.notify_all()
+
+    def start(self, do: str, /, *, now: bool = False, **arguments: Any) -> Call:
+        """Begin a command; ``now`` runs it beside what the worker does already."""
+        call = Call(self, next(self._numbers), do)
+        line = json.dumps({"id": call.number, "do": do, "now": now, "args": arguments})
+        if not now:
+            self._mark = len(self._events)
+        with contextlib.suppress(OSError):  # a dead worker is found out by its answer
+            self._connection.sendall(f"{line}\n".encode())
+        return call
+
+    def call(self, do: str, /, *, now: bool = False, **arguments: Any) -> Any:
+        return self.start(do, now=now, **arguments).result()
+
+    def answer(self, call: Call) -> dict[str, Any]:
+        def arrived() -> bool:
+            return call.number in self.answers or self.dead
+
+        with self._news:
+            in_time = self._news.wait_for(arrived, self.patience)
+        if call.number in self.answers:
+            return self.answers[call.number]
+        if in_time:
+            raise WorkerDied(self.tail())
+        raise NoAnswer(f"{call.do} hangs: no answer within {self.patience:g} s\n{self.stacks()}")
+
+    def _until_event(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> None:
+        def arrived() -> bool:
+            return self.dead or any(wanted(event) for event in self._events[self._mark :])
+
+        with self._news:
+            self._news.wait_for(arrived, self.patience)
+        if not any(wanted(event) for event in self._events[self._mark :]):
+            failed = [answer for answer in self.answers.values() if "error" in answer]
+            why = f"; it ended with {failed[-1]['message']}" if failed else f"\n{self.stacks()}"
+            raise NoAnswer(f"the process never got to {what}{why}")
+
+    def until_at(self, point: str) -> None:
+        """Return when the worker has stopped at ``point``."""
+        self._until_event(lambda e: e["event"] == "at" and e["point"] == point, point)
+
+    def until_waiting(self, for_what: str) -> None:
+        """Return when the worker waits for something whose name contains ``for_what``."""
+        self._until_event(
+            lambda e: e["event"] == "waiting" and for_what in e["for_what"],
+            f"waiting for {for_what!r}",
+        )
+
+    def arm(self, point: str, action: Action = "stop", after: int = 0) -> None:
+        """Act at a point, the ``after + 1``-th time that the worker reaches it."""
+        self.call("arm", now=True, point=point, action=action, after=after)
+
+    def release(self, point: str) -> None:
+        self.call("release", now=True, point=point)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with self._news:
+            self._news.wait_for(lambda: self.dead, self.patience)
+        until(lambda: _state(self.pid) in ("", "Z", "X"), "the killed process ends")
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.kill(self.pid, signal.SIGINT)
+
+    def discard(self) -> None:
+        """End the process, whatever state it is in."""
+        if not self.dead:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        self._reader.join(10)
+
+    def forget(self) -> None:
+        """Drop old answers; the worker goes to another scenario."""
+        self._events.clear()
+        self.answers.clear()
+
+    def tail(self) -> str:
+        """The end of its log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return text[-6000:]
+
+    def stacks(self) -> str:
+        """Its log, with the stack of every thread at the end."""
+        if not self.dead and self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.tail()
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    """Poll; ``AssertionError`` when ``condition`` doesn't hold within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
