@@ -48,9 +48,9 @@ class Deadline:
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds
 
-    def remaining(self) -> float:
-        """Seconds left, never below zero."""
-        return max(0.0, self._end - time.monotonic())
+    def remaining(self, grace: float = 0.0) -> float:
+        """Seconds left (and ``grace`` more), never below zero."""
+        return max(0.0, self._end + grace - time.monotonic())
 
     def passed(self) -> bool:
         return time.monotonic() >= self._end
@@ -127,17 +127,23 @@ class Watch:
                 self._failure = None
                 self._wake.clear()
 
-    def check(self, waiting_for: str = "the version", missing: Sequence[str] = ()) -> None:
-        """Raise if a peer failed, the caller was cancelled or the deadline passed."""
+    def check(
+        self, waiting_for: str = "the version", missing: Sequence[str] = (), grace: float = 0.0
+    ) -> None:
+        """Raise if a peer failed, the caller was cancelled or the deadline passed.
+
+        Args:
+            grace: seconds by which this wait outlasts the deadline.
+        """
         failure = self._failure
         if failure is not None:
             raise failure
-        if self.deadline.passed():
+        if not self.deadline.remaining(grace):
             raise TransferTimeout(timeout_message(self.deadline.seconds, waiting_for, missing))
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, seconds: float, grace: float = 0.0) -> None:
         """Sleep, but not beyond the deadline nor past a failure."""
-        self._wake.wait(min(seconds, self.deadline.remaining()))
+        self._wake.wait(min(seconds, self.deadline.remaining(grace)))
 
     def until(
         self,

@@ -45,8 +45,13 @@ class Handle:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def _is_forked(self) -> bool:
+        """True in a fork of the process that opened the handle and owns all that it holds."""
+        return os.getpid() != self._pid
+
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
+        if self._is_forked:
             raise HandleError(
                 f"this {self._role} was opened in process {self._pid} and used in its fork "
                 f"{os.getpid()}: open one after forking"

@@ -395,8 +395,8 @@ class WeightReceiver(Handle):
     # ---------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Leave the session and release everything.  Idempotent."""
-        if self._closed:
+        """Leave the session and release everything.  Idempotent; in a fork it does nothing."""
+        if self._closed or self._is_forked:
             return
         self._closed = True
         self._watch.cancel("the receiver was closed")

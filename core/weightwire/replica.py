@@ -23,8 +23,8 @@ from weightwire.waiting import Act, Run, Steps, drive
 __all__ = ["Attempt", "Replica"]
 
 _GO, _AGAIN = b"go", b"again"
-_GRACE_SECONDS = 0.3
-"""How much longer other ranks wait than rank 0, to hear its reason rather than their own."""
+_ROLLBACK_SECONDS = 0.4
+"""How long ranks wait for each other's roll-back beyond the call's deadline."""
 
 
 class Attempt:
@@ -208,9 +208,7 @@ class Replica:
             return restored
         report = RankReport(b"\1" if restored else b"\0")
         try:
-            reports = drive(
-                self._agreement.gather("rolled-back", report), self._watch_followers(renew=True)
-            )
+            reports = drive(self._agreement.gather("rolled-back", report), self._watch_rollback())
         except WeightWireError:
             return False
         return all(part.payload == b"\1" for part in reports)
@@ -229,7 +227,7 @@ class Replica:
 
     def follow_begin(self, attempt: Attempt) -> Offer:
         """Other ranks: what rank 0 takes, planned and started."""
-        return drive(self._follow_begin(attempt), self._watch_followers())
+        return drive(self._follow_begin(attempt), self._watch)
 
     def _follow_begin(self, attempt: Attempt) -> Steps[Offer]:
         while True:
@@ -240,11 +238,10 @@ class Replica:
             if (yield from self._agreement.hear("go")) == _GO:
                 return offer
 
-    def _watch_followers(self, *, renew: bool = False) -> Watch:
-        """A watch that outlasts rank 0's, so that its reason is heard rather than our own."""
+    def _watch_rollback(self) -> Watch:
+        """A watch without the failure that is being rolled back."""
         watch = Watch()
-        left = self._watch.deadline.remaining()
-        watch.start(Deadline(left + (0.4 if renew else _GRACE_SECONDS)))
+        watch.start(Deadline(self._watch.deadline.remaining() + _ROLLBACK_SECONDS))
         return watch
 
     def tell_failure(self, attempt: Attempt, error: BaseException) -> None:

@@ -20,7 +20,7 @@ from weightwire.digest import Verify
 from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.grouping import DEFAULT_GROUP_BYTES
 from weightwire.handle import Handle, close_all, ranks_of
-from weightwire.lifecycle import Offering, SenderMachine, Transfer
+from weightwire.lifecycle import Offering, SenderMachine, Transfer, lost_readers
 from weightwire.lifecycle.retention import Retention
 from weightwire.options import SenderOptions, make_options
 from weightwire.plugins import registry
@@ -305,12 +305,12 @@ class WeightSender(Handle):
         offer = self._sending
         if offer is None or self._backend.capabilities.flow == "store":
             return
-        live = membership.live_members(self._session, self._observer)
+        lost = lost_readers(self._session, self._observer, offer.policy)
         for receiver_id in offer.roster:
             answer = self._machine.answer_of(offer, receiver_id)
             if answer is not None and answer.error is not None:
                 error: WeightWireError = answer.error.to_error(f"receiver {receiver_id!r} failed")
-            elif answer is None and receiver_id not in live:
+            elif answer is None and receiver_id in lost:
                 error = PeerLost(f"receiver {receiver_id!r} is gone: restart it and send again")
             else:
                 continue
@@ -347,8 +347,8 @@ class WeightSender(Handle):
     # ---------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Leave the session and release everything.  Idempotent."""
-        if self._closed:
+        """Leave the session and release everything.  Idempotent; in a fork it does nothing."""
+        if self._closed or self._is_forked:
             return
         self._closed = True
         self._watch.cancel("the sender was closed")

@@ -30,10 +30,13 @@ class Waiting:
     Attributes:
         for_what: noun for an error message.
         missing: who hasn't acted yet.
+        grace: seconds by which this wait outlasts the call's deadline, because the
+            one who is waited for has the same deadline and will say why it failed.
     """
 
     for_what: str
     missing: Sequence[str]
+    grace: float = 0.0
 
 
 class Act:
@@ -99,8 +102,8 @@ class Run(Generic[T]):
                     return step
             try:
                 if isinstance(step, Waiting):
-                    self._watch.check(step.for_what, step.missing)
-                    self._watch.pause(pause)
+                    self._watch.check(step.for_what, step.missing, step.grace)
+                    self._watch.pause(pause, step.grace)
                     pause = min(pause * 1.5, _LAST_PAUSE)
                 else:
                     pause = _FIRST_PAUSE

@@ -24,6 +24,7 @@ from weightwire.lifecycle import (
     Rollback,
     SenderMachine,
     Transfer,
+    lost_readers,
 )
 from weightwire.lifecycle.retention import Retention
 from weightwire.session import membership
@@ -471,8 +472,8 @@ class Sender(Process):
             while waits_for - self.world.credits.get(policy, set()):
                 yield
                 self.injected("transfer")
-                live = membership.live_members(self.session, self.observer)
-                for name in [name for name in waits_for if name not in live]:
+                lost = lost_readers(self.session, self.observer, policy)
+                for name in waits_for.intersection(lost):
                     if self.on_loss == "fail":
                         raise TransferError(f"receiver {name} is gone")
                     waits_for.discard(name)
@@ -587,12 +588,14 @@ class Receiver(Process):
         self.injected("commit")
         self.committed = True
         self.weights[DERIVED] = policy
+        self.reading = None
         assert set(self.weights.values()) == {policy}
         self.world.commits.add((policy, self.name))
         return Applied()
 
     def _roll_back(self) -> Iterator:
         yield
+        self.reading = None
         self.injected("rollback")
         before = getattr(self, "before", None)
         if before is None or before == self.weights:

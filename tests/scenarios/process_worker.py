@@ -344,11 +344,9 @@ def report_waits() -> None:
     """Tell the test whenever a wait begins: it then acts at a known place, without sleeping."""
     check, until = Watch.check, Watch.until
 
-    def noting_check(
-        self: Watch, waiting_for: str = "the version", missing: Sequence[str] = ()
-    ) -> None:
+    def noting_check(self: Watch, waiting_for: str = "the version", *rest: Any) -> None:
         _note_wait(waiting_for)
-        check(self, waiting_for, missing)
+        check(self, waiting_for, *rest)
 
     def noting_until(self: Watch, condition: Any, waiting_for: str, *rest: Any, **more: Any) -> Any:
         _note_wait(waiting_for)
@@ -660,6 +658,9 @@ def do_fork(call: str, name: str = "main", **options: Any) -> dict[str, Any]:
 def do_usage() -> dict[str, Any]:
     """What must stay flat over many versions."""
     gc.collect()
+    for thread in threading.enumerate():
+        if "sweeper" in thread.name:
+            thread.join(10)  # it holds a directory open while it deletes
     resident = 0
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):

@@ -19,10 +19,10 @@ __all__ = ["Sweeper"]
 
 def _remove(path: Path) -> None:
     if sys.platform == "linux":
-        # There a thread has a niceness of its own: leave the cores to whoever reads
-        # the new version just now.
+        # There a thread has a scheduling class of its own: leave the cores to whoever
+        # reads the new version just now.
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     remove_tree(path)
 
 

@@ -19,6 +19,7 @@ SLACK_SECONDS = 0.5
 """Deadlines hold within a tenth and this."""
 
 _MOST_PATIENT_CALL = 30.0
+_UNFIT: dict[str, Any] = {"files": [], "problems": []}
 
 
 class LeftBehind(AssertionError):
@@ -261,16 +262,14 @@ class Fleet:
         files: set[str] = set()
         clean = []
         for worker in reversed(self._workers):  # receivers before the sender's store
-            left = self._let_go(worker) if reuse and not worker.dead else None
-            if left is None:
-                worker.discard()
-                continue
+            left = self._let_go(worker) if reuse and not worker.dead else _UNFIT
             files.update(left["files"])
             problems += [f"process {worker.pid}: {problem}" for problem in left["problems"]]
-            if left["problems"]:
+            if left is _UNFIT or left["problems"]:
                 worker.discard()
             else:
                 clean.append(worker)
+            files.update(worker.shared)
         problems += [f"file {path}" for path in sorted(files) if not harmed and Path(path).exists()]
         for path in files:
             with contextlib.suppress(OSError):
@@ -284,11 +283,11 @@ class Fleet:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise LeftBehind("\n".join([f"left behind: {problems[0]}{more}", *problems[1:]]))
 
-    def _let_go(self, worker: Worker) -> dict[str, Any] | None:
+    def _let_go(self, worker: Worker) -> dict[str, Any]:
         try:
             left: dict[str, Any] = worker.call("let_go")
         except (AssertionError, RemoteError) as error:
-            raise LeftBehind(f"a process doesn't end the scenario: {error}") from error
+            return {"files": [], "problems": [f"can't be closed: {error}"]}
         return left
 
     def _shared_process(self) -> list[str]:

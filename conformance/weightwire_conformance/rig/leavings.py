@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Leavings", "usage"]
+__all__ = ["Leavings", "shared_files", "usage"]
 
 _SHM = "/dev/shm/"  # noqa: S108 - looked at, not written to
 _LISTENING = "0A"
@@ -58,7 +58,7 @@ class Leavings:
     def files(self) -> set[str]:
         """Files outside the scenario's own directory that may turn out to be left behind."""
         scenario = str(Path(tempfile.gettempdir()).parent)
-        found = self._created | _mapped() | set(_descriptors().values())
+        found = self._created | shared_files() | set(_descriptors().values())
         return {
             path for path in found if path.startswith(self._watched) and scenario not in path
         }
@@ -107,7 +107,7 @@ def usage() -> dict[str, Any]:
         "threads": threading.active_count(),
         "descriptors": len(_descriptors()),
         "children": len(_left_children()),
-        "mappings": len(_mapped()),
+        "mappings": len(shared_files()),
         "resident": resident,
     }
 
@@ -122,13 +122,17 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _mapped() -> set[str]:
+def shared_files(process: int | str = "self") -> set[str]:
+    """Files in shared memory that a process has mapped."""
     found = set()
-    with Path("/proc/self/maps").open() as maps:
-        for line in maps:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith(_SHM):
-                found.add(fields[5].removesuffix(" (deleted)"))
+    try:
+        with Path(f"/proc/{process}/maps").open() as maps:
+            for line in maps:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(_SHM):
+                    found.add(fields[5].removesuffix(" (deleted)"))
+    except OSError:
+        pass  # it is gone
     return found
 
 

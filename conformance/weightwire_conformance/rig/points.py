@@ -11,12 +11,12 @@ from typing import Literal
 
 __all__ = ["Action", "PlannedFailure", "Points"]
 
-Action = Literal["stop", "raise", "kill", "interrupt", "slow", "flip", "misseal"]
+Action = Literal["stop", "raise", "interrupt", "slow", "flip", "misseal"]
 """What happens at an armed point.
 
-``stop`` until it is released; ``raise`` a ``PlannedFailure``; ``kill`` and
-``interrupt`` this process; go ``slow`` (every time); ``flip`` a bit of the
-payload, or ``misseal`` it: these two are done by whoever reached the point.
+``stop`` until it is released; ``raise`` a ``PlannedFailure``; ``interrupt`` this
+process; go ``slow`` (every time); ``flip`` a bit of the payload, or ``misseal``
+it: these two are done by whoever reached the point.
 """
 
 _SLOW_SECONDS = 0.05
@@ -76,8 +76,6 @@ class Points:
                 gate.opened.wait()
             case "raise":
                 raise PlannedFailure(f"planned failure at {point}")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
             case "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
         return gate.action

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightwire_conformance.rig.leavings import shared_files
 from weightwire_conformance.rig.points import Action
 
 __all__ = ["Call", "Calls", "NoAnswer", "RemoteError", "Worker", "WorkerDied", "until"]
@@ -123,6 +124,9 @@ class Worker:
         address: socket of the process that forks workers.
         log: file for what it writes to stdout and stderr.
         patience: seconds to wait for any answer.
+
+    Attributes:
+        shared: files in shared memory that a process held when it was killed.
     """
 
     def __init__(self, address: str, log: Path, patience: float) -> None:
@@ -130,6 +134,7 @@ class Worker:
         self.patience = patience
         self.answers: dict[int, dict[str, Any]] = {}
         self.dead = False
+        self.shared: set[str] = set()
         self._events: list[dict[str, Any]] = []
         self._mark = 0
         self._numbers = itertools.count(1)
@@ -212,6 +217,7 @@ class Worker:
 
     def kill(self) -> None:
         """SIGKILL, and wait until the process is gone."""
+        self.shared |= shared_files(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         with self._news:
@@ -225,6 +231,7 @@ class Worker:
     def discard(self) -> None:
         """End the process, whatever state it is in."""
         if not self.dead:
+            self.shared |= shared_files(self.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ a crash between any two of them leaves a session from which a restart recovers:
 
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback, Transfer
 from weightwire.lifecycle.receiver import ReceiverMachine
-from weightwire.lifecycle.sender import Offering, SenderMachine
+from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
 from weightwire.lifecycle.states import ReceiverState, SenderState
 
 __all__ = [
@@ -47,4 +47,5 @@ __all__ = [
     "SenderMachine",
     "SenderState",
     "Transfer",
+    "lost_readers",
 ]

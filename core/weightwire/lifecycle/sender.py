@@ -34,7 +34,7 @@ from weightwire.session.records import (
 from weightwire.session.session import Session
 from weightwire.waiting import Steps, Waiting
 
-__all__ = ["Offering", "SenderMachine"]
+__all__ = ["Offering", "SenderMachine", "lost_readers"]
 
 
 @dataclass(frozen=True)
@@ -269,12 +269,7 @@ class SenderMachine:
         return self.session.read(place, Applied)
 
     def _is_lost(self, receiver_id: str, member: Member) -> bool:
-        current = newest(self.session, f"receivers/{receiver_id}")
-        return (
-            current is None
-            or current.incarnation != member.incarnation
-            or not self.observer.is_alive(member)
-        )
+        return _is_lost(self.session, self.observer, receiver_id, member.incarnation)
 
     def _lose(self, receiver_id: str, roster: dict[str, Member], offering: Offering) -> None:
         record = roster[receiver_id].record
@@ -297,3 +292,22 @@ class SenderMachine:
         del roster[receiver_id]
         if not roster and self.capabilities.needs_live_receivers:
             raise error
+
+
+def lost_readers(session: Session, observer: LeaseObserver, policy: Policy) -> list[str]:
+    """Those for whom a started transfer waits and who are gone; for every trainer rank.
+
+    One that restarted is gone too: its successor takes the next version.
+    """
+    started = session.read(keys.version(policy, "started"), Started)
+    readers = {} if started is None else started.readers
+    return [
+        receiver_id
+        for receiver_id, incarnation in readers.items()
+        if _is_lost(session, observer, receiver_id, incarnation)
+    ]
+
+
+def _is_lost(session: Session, observer: LeaseObserver, receiver_id: str, incarnation: int) -> bool:
+    current = newest(session, f"receivers/{receiver_id}")
+    return current is None or current.incarnation != incarnation or not observer.is_alive(current)

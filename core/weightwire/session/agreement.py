@@ -19,6 +19,9 @@ from weightwire.waiting import Steps, Waiting
 
 __all__ = ["Agreement"]
 
+_GRACE_SECONDS = 0.3
+"""How much longer other ranks wait than rank 0, to hear its reason rather than their own."""
+
 
 class Agreement:
     """The ranks of one side, in lockstep.
@@ -154,4 +157,5 @@ class Agreement:
         return Waiting(
             f"agreement {step!r} of {self._name!r}",
             tuple(f"{self._name} rank {rank}" for rank in sorted(missing)),
+            grace=0.0 if self.leads else _GRACE_SECONDS,
         )

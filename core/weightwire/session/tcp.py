@@ -128,8 +128,6 @@ class TcpStore(SessionStore):
                             self._unreachable(f"{verb} {key!r}: it is gone")
                         ) from error
                     self._connection = self._connect(deadline)
-                    if self._closed:
-                        self._connection.close()
         finally:
             self._lock.release()
         raise AssertionError("unreachable")

@@ -1,0 +1,27 @@
+"""Collected by ``pytest --pyargs weightwire_conformance``: every case, over every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+__all__: list[str] = []
+
+_PLUGIN = "weightwire-conformance-run"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    plugin = metafunc.config.pluginmanager.get_plugin(_PLUGIN)
+    if plugin is None:
+        raise pytest.UsageError("no backend to prove: give --weightwire-backend NAME")
+    plugin.parametrize(metafunc)
+
+
+def test_scenario(
+    pytestconfig: pytest.Config,
+    backend_name: str,
+    case_name: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    pytestconfig.pluginmanager.get_plugin(_PLUGIN).prove(backend_name, case_name, record_property)

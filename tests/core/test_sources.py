@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.sources import MappingSource, ModuleSource, WireRules, as_source, resolve
+from weightwire.tables import build_table
+
+AS_STORED = WireRules()
+
+
+def names(resolved) -> list[str]:
+    return [entry.name for entry in resolved.entries]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def test_a_module_sends_parameters_and_persistent_buffers_and_ties_once():
+    resolved = resolve(ModuleSource(Tied()), AS_STORED)
+    assert names(resolved) == ["steps", "embed.weight"]
+    assert resolved.ties == {"head.weight": "embed.weight"}
+
+
+def test_equal_views_of_one_storage_tie_and_other_views_of_it_do_not():
+    base = torch.arange(16.0).reshape(4, 4)
+    resolved = resolve(
+        MappingSource(
+            {
+                "a": base,
+                "same": base.view(4, 4),
+                "t": base.t(),
+                "flat": base.view(-1),
+                "row": base[1],
+            }
+        ),
+        AS_STORED,
+    )
+    assert resolved.ties == {"same": "a"}
+    assert names(resolved) == ["a", "t", "flat", "row"]
+
+
+def test_empty_tensors_never_tie():
+    resolved = resolve(MappingSource({"a": torch.empty(0), "b": torch.empty(0)}), AS_STORED)
+    assert names(resolved) == ["a", "b"]
+    assert not resolved.ties
+
+
+def test_a_wire_dtype_casts_floats_only_and_keeps_what_the_patterns_name():
+    rules = WireRules("bfloat16", ("*.router.bias",))
+    source = MappingSource(
+        {
+            "l.0.router.bias": torch.zeros(2),
+            "l.0.w": torch.zeros(2),
+            "l.0.half": torch.zeros(2, dtype=torch.float16),
+            "steps": torch.tensor(3),
+            "mask": torch.tensor([True]),
+        }
+    )
+    dtypes = {entry.name: entry.dtype for entry in resolve(source, rules).entries}
+    assert dtypes == {
+        "l.0.router.bias": "float32",
+        "l.0.w": "bfloat16",
+        "l.0.half": "bfloat16",
+        "steps": "int64",
+        "mask": "bool",
+    }
+
+
+def test_a_keep_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(ConfigError) as caught:
+        resolve(MappingSource({"w": torch.zeros(1)}), WireRules("bfloat16", ("*.ruoter.bias",)))
+    assert str(caught.value) == (
+        "keep_dtype pattern '*.ruoter.bias' matches no tensor: correct it or take it out"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp32", "bool", ""])
+def test_a_wire_dtype_that_is_no_float_is_an_error_listing_the_floats(dtype):
+    with pytest.raises(ConfigError, match=f"wire_dtype='{dtype}' isn't a float dtype: use float8"):
+        WireRules(dtype)
+
+
+def test_keep_without_a_wire_dtype_is_an_error():
+    with pytest.raises(ConfigError, match="keep_dtype has no effect without wire_dtype: set wire"):
+        WireRules(None, ("*",))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "message"),
+    [
+        (torch.empty(2, device="meta"), ConfigError, "is on the meta device: materialise it first"),
+        (torch.eye(2).to_sparse(), ConfigError, "has layout torch.sparse_coo: send a dense tensor"),
+        (
+            torch.zeros(1, dtype=torch.complex64),
+            TableMismatch,
+            "dtype torch.complex64 can't travel",
+        ),
+        ([1.0], ConfigError, "is a list, not a tensor"),
+    ],
+    ids=["meta", "sparse", "complex", "list"],
+)
+def test_what_holds_no_dense_values_is_refused(tensor, kind, message):
+    with pytest.raises(kind, match=message):
+        resolve(MappingSource({"w": tensor}), AS_STORED)
+
+
+def test_a_dtensor_is_refused_by_name():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = DeviceMesh("cpu", [0, 1])
+        for placement in (Shard(0), Replicate()):
+            sharded = DTensor.from_local(torch.zeros(2), mesh, [placement], run_check=False)
+            with pytest.raises(
+                UnsupportedOperation, match=r"source tensor 'w' is a DTensor: .*send"
+            ):
+                resolve(MappingSource({"w": sharded}), AS_STORED)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_empty_source_is_an_error():
+    with pytest.raises(ConfigError, match="the source has no tensors: is the module empty"):
+        resolve(ModuleSource(nn.Identity()), AS_STORED)
+
+
+def test_a_name_that_reads_as_a_path_is_refused():
+    with pytest.raises(TableMismatch, match=r"tensor name '\.\./w' reads as a path"):
+        resolve(MappingSource({"../w": torch.zeros(1)}), AS_STORED)
+
+
+def test_a_parameter_rebound_between_sends_is_read_from_where_it_is_now():
+    module = nn.Linear(2, 2)
+    source = ModuleSource(module)
+    before = resolve(source, AS_STORED)
+    module.weight.data = torch.full((2, 2), 7.0)
+    after = resolve(source, AS_STORED)
+    assert after.tensors[0].data_ptr() == module.weight.data_ptr()
+    assert after.tensors[0].data_ptr() != before.tensors[0].data_ptr()
+    assert torch.equal(after.tensors[0], torch.full((2, 2), 7.0))
+    assert build_table(before, 1, 8).digest() == build_table(after, 1, 8).digest()
+
+
+def test_a_changed_shape_or_a_broken_tie_gives_another_table():
+    module = Tied()
+    source = ModuleSource(module)
+    tied = build_table(resolve(source, AS_STORED), 1, 8).digest()
+    module.head.weight = nn.Parameter(module.embed.weight.detach().clone())
+    untied = build_table(resolve(source, AS_STORED), 1, 8).digest()
+    module.head = nn.Linear(3, 4, bias=False)
+    wider = build_table(resolve(source, AS_STORED), 1, 8).digest()
+    assert len({tied, untied, wider}) == 3
+
+
+def test_what_is_no_source_is_an_error():
+    with pytest.raises(ConfigError, match=r"source is a list: give an nn.Module, a mapping"):
+        as_source([torch.zeros(1)])
+
+
+def test_owners_are_spread_evenly_and_alike_on_every_rank():
+    mapping = {f"w{i}": torch.zeros(i + 1) for i in range(12)}
+    tables = [build_table(resolve(MappingSource(mapping), AS_STORED), 3, 64) for _ in range(2)]
+    assert tables[0].digest() == tables[1].digest()
+    loads = [0, 0, 0]
+    for entry in tables[0].tensors:
+        (shard,) = entry.shards
+        loads[shard.owner] += entry.nbytes
+    assert max(loads) - min(loads) <= 12 * 4
+    assert sum(loads) == tables[0].nbytes
