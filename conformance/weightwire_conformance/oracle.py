@@ -206,10 +206,15 @@ def _misspelt() -> Iterable[Leaf]:
         yield Leaf(leaf.name.replace("layers.1.up", "layers.1.upp"), leaf.shape, leaf.dtype)
 
 
+def _escaping() -> Iterable[Leaf]:
+    yield Leaf("../outside.weight", (4,), torch.float32)
+
+
 MODELS: Mapping[str, Callable[..., Iterable[Leaf]]] = {
     "buffers": _buffers,
     "dtypes": _dtypes,
     "empty": _empty,
+    "escaping": _escaping,
     "extra": _extra,
     "halves": _halves,
     "large": _large,

@@ -16,7 +16,7 @@ from torch import Tensor
 from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
 from weightwire.deadline import Watch
 from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
-from weightwire.errors import UnsupportedOperation, VerificationError
+from weightwire.errors import VerificationError
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
 from weightwire.report import Phases
 from weightwire.table import Region, TensorTable
@@ -52,12 +52,6 @@ class SendPlan:
         self._groups: list[tuple[int, SlotLayout]] = []
         for group in range(len(table.groups)):
             layout = slot_layout(table, group, rank)
-            for i, shard in layout.shards.items():
-                if shard.sizes != table.tensors[i].shape:
-                    raise UnsupportedOperation(
-                        f"tensor {table.tensors[i].name!r} is cut into shards: "
-                        "sharded sources aren't supported yet"
-                    )
             if layout.places:
                 self._groups.append((group, layout))
         self._keys = [tensor_key(entry.name) for entry in table.tensors]
@@ -68,7 +62,7 @@ class SendPlan:
 
     def send(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Mapping[str, Tensor],
         transport: SenderTransport,
         capabilities: Capabilities,
         *,
@@ -80,7 +74,7 @@ class SendPlan:
         """Move every group of this rank; returns the digest of what was sent.
 
         Args:
-            tensors: this rank's tensor for each of the table's entries.
+            tensors: this rank's tensors by name; of a shard's shape where it is one.
         """
         total = 0
         for group, layout in self._groups:
@@ -90,7 +84,7 @@ class SendPlan:
             with phases.timed("stage"), torch.no_grad():
                 staged = self._stage(layout, tensors, slot, capabilities)
             with phases.timed("verify"):
-                digests = self._digests(staged, verify, version)
+                digests = self._digests(layout, staged, verify, version)
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests))
             total = (total + sum(digests.values())) & _MASK
@@ -101,14 +95,14 @@ class SendPlan:
     def _stage(
         self,
         layout: SlotLayout,
-        tensors: Sequence[Tensor],
+        tensors: Mapping[str, Tensor],
         slot: Tensor | None,
         capabilities: Capabilities,
     ) -> dict[int, Tensor]:
         staged: dict[int, Tensor] = {}
         copies: list[tuple[int, Place]] = []
         for i, place in layout.places.items():
-            tensor = tensors[i]
+            tensor = tensors[self.table.tensors[i].name]
             as_it_lies = (
                 slot is None
                 and tensor.dtype == place.dtype
@@ -127,18 +121,18 @@ class SendPlan:
                 slot = self._scratch.take(size)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
             views = [place.view(slot) for _, place in copies]
-            torch._foreach_copy_(views, [tensors[i] for i, _ in copies])
+            torch._foreach_copy_(views, [tensors[self.table.tensors[i].name] for i, _ in copies])
             staged.update(zip((i for i, _ in copies), views, strict=True))
         return staged
 
     def _digests(
-        self, staged: Mapping[int, Tensor], verify: Verify, version: int
+        self, layout: SlotLayout, staged: Mapping[int, Tensor], verify: Verify, version: int
     ) -> dict[int, int]:
         if verify == "off":
             return {}
         indices, boxes = list(staged), list(staged.values())
         shapes = [self.table.tensors[i].shape for i in indices]
-        offsets = [(0,) * len(shape) for shape in shapes]
+        offsets = [layout.shards[i].offsets for i in indices]
         keys = [self._keys[i] for i in indices]
         return dict(
             zip(indices, _digest(boxes, keys, shapes, offsets, verify, version), strict=True)

@@ -30,7 +30,7 @@ from weightwire.session.agreement import Agreement
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
-from weightwire.trainer_rank import Arrival, Start, TrainerRank
+from weightwire.trainer_rank import Start, TrainerRank
 from weightwire.waiting import Act, drive
 
 log = logging.getLogger("weightwire")
@@ -91,6 +91,7 @@ class WeightSender(Handle):
             undo.callback(self._transport.close)
             self._ours = TrainerRank(
                 self._backend,
+                self._session,
                 self._agreement,
                 self._transport,
                 self._source,
@@ -184,9 +185,9 @@ class WeightSender(Handle):
         began = time.perf_counter()
         phases = Phases()
         try:
-            resolved, arrivals = self._ours.arrive(version, wait, phases, self._refusal(version))
+            resolved = self._ours.arrive(version, wait, phases, self._refusal(version))
             if self._rank == 0:
-                report = self._lead(version, wait, resolved, arrivals, phases, began)
+                report = self._lead(version, wait, resolved, phases, began)
             else:
                 report = self._follow(resolved, phases, began)
         except BaseException as error:
@@ -210,7 +211,6 @@ class WeightSender(Handle):
         version: int,
         wait: Wait,
         resolved: Resolved,
-        arrivals: Sequence[Arrival],
         phases: Phases,
         began: float,
     ) -> Report:
@@ -242,7 +242,7 @@ class WeightSender(Handle):
                 version=version,
                 table_digest=self._ours.table_digest,
                 nbytes=self._ours.table.nbytes,
-                senders=tuple(arrival.transport for arrival in arrivals),
+                senders=self._ours.transports,
                 verify=self._options.verify,
                 wait=wait,
                 on_receiver_loss=self._options.on_receiver_loss,

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
-from weightwire.errors import ConfigError, UnsupportedOperation
+from weightwire.errors import ConfigError
 from weightwire.names import checkpoint_names
+from weightwire.placements import local_box
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
 
 __all__ = [
     "MappingSource",
     "ModuleSource",
     "Resolved",
+    "Spec",
     "WeightSource",
     "WireRules",
     "as_source",
@@ -40,7 +45,8 @@ class WeightSource(ABC):
     def tensors(self) -> Mapping[str, Tensor]:
         """Tensors by name as they are now; order is the table's order.
 
-        Values may be views, of any stride; several names may share storage.
+        Values may be views, of any stride; several names may share storage.  A
+        DTensor stands for the shard that lies on this rank.
         """
 
 
@@ -128,73 +134,64 @@ class WireRules:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
 
 
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one trainer rank holds: the table's entries, each with the box that lies here.
+
+    Attributes:
+        entries: in order; each has one shard, whose owner says nothing yet.
+        ties: alias to carrier.
+    """
+
+    entries: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 24)]
+    ties: Annotated[dict[str, str], Meta(max_length=1 << 20)]
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A source as it is at one ``send``.
 
     Attributes:
-        entries: the table's entries without owners, in order (every rank the same).
-        tensors: this rank's tensor for each entry.
-        ties: alias to carrier.
+        spec: what this rank holds.
+        tensors: this rank's tensor (a shard, where it is sharded) by name.
     """
 
-    entries: Sequence[TensorEntry]
-    tensors: Sequence[Tensor]
-    ties: Mapping[str, str]
+    spec: Spec
+    tensors: Mapping[str, Tensor]
 
 
 def resolve(source: WeightSource, rules: WireRules) -> Resolved:
-    """Read a source: names, shapes, wire dtypes, ties.
+    """Read a source: names, shapes, wire dtypes, boxes, ties.
 
-    Two names tie when their tensors are one piece of memory, seen the same way;
-    the first carries the value.
+    Two names tie when their tensors are one object, or one piece of memory seen
+    the same way; the first carries the value.
     """
     tensors = source.tensors()
     if not tensors:
         raise ConfigError("the source has no tensors: is the module empty?")
     rules.check_matches(tensors)
     entries: list[TensorEntry] = []
-    values: list[Tensor] = []
+    values: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     carriers: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
         validate_tensor_name(name)
-        _require_plain(name, tensor)
-        value = tensor.detach()
-        identity = _identity(value)
-        if identity is not None and identity in carriers:
-            ties[name] = carriers[identity]
+        box = local_box(name, tensor)
+        identities = _identities(tensor, box.local)
+        carrier = next((carriers[key] for key in identities if key in carriers), None)
+        if carrier is not None:
+            ties[name] = carrier
             continue
-        if identity is not None:
-            carriers[identity] = name
-        shape = tuple(value.shape)
-        wire = dtype_name(rules.for_tensor(name, value.dtype))
-        entries.append(TensorEntry(name, shape, wire, (Shard(0, (0,) * len(shape), shape),)))
-        values.append(value)
-    return Resolved(entries, values, ties)
+        carriers.update(dict.fromkeys(identities, name))
+        wire = dtype_name(rules.for_tensor(name, tensor.dtype))
+        entries.append(TensorEntry(name, box.shape, wire, (Shard(0, box.offsets, box.sizes),)))
+        values[name] = box.local
+    return Resolved(Spec(tuple(entries), ties), values)
 
 
-def _require_plain(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"source tensor {name!r} is a {type(tensor).__name__}, not a tensor")
-    if type(tensor).__name__ == "DTensor":
-        raise UnsupportedOperation(
-            f"source tensor {name!r} is a DTensor: sharded sources aren't supported yet; "
-            "send full tensors from each rank"
-        )
-    if tensor.is_meta:
-        raise ConfigError(f"source tensor {name!r} is on the meta device: materialise it first")
-    if tensor.layout is not torch.strided:
-        raise ConfigError(f"source tensor {name!r} has layout {tensor.layout}: send a dense tensor")
-
-
-def _identity(tensor: Tensor) -> tuple[object, ...] | None:
-    if tensor.numel() == 0:
-        return None
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-    )
+def _identities(tensor: Tensor, local: Tensor) -> list[tuple[object, ...]]:
+    # An empty shard has no memory to go by, on this rank only: then the object decides.
+    found: list[tuple[object, ...]] = [("object", id(tensor))]
+    if local.numel():
+        place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), local.dtype)
+        found.append(("memory", *place, tuple(tensor.shape)))
+    return found

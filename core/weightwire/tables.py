@@ -1,45 +1,93 @@
-"""Building a tensor table from a resolved source."""
+"""Building a tensor table from what each trainer rank holds."""
 
 from __future__ import annotations
 
-import heapq
+import math
+from collections.abc import Sequence
 
 import msgspec
 
+from weightwire.errors import TableMismatch
 from weightwire.grouping import make_groups
-from weightwire.sources import Resolved
+from weightwire.sources import Spec
 from weightwire.table import Shard, TensorEntry, TensorTable
 
 __all__ = ["build_table"]
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-def build_table(resolved: Resolved, world_size: int, group_bytes: int) -> TensorTable:
-    """The table of weights that every trainer rank holds in full.
 
-    Each tensor is served by one rank; the bytes are spread evenly, largest
-    tensors first.  Every rank computes the same table.
+def build_table(specs: Sequence[Spec], group_bytes: int) -> TensorTable:
+    """The table of what the ranks hold together; every rank computes the same one.
+
+    A box that several ranks hold is served by one of them: the bytes are spread
+    evenly, largest boxes first.
+
+    Args:
+        specs: by trainer rank.
+        group_bytes: budget of a transfer group.
+
+    Raises:
+        TableMismatch: ranks disagree on a tensor, or its boxes don't tile it.
     """
-    entries = _spread(tuple(resolved.entries), world_size)
+    holders: dict[str, dict[Box, list[int]]] = {}
+    entries: dict[str, tuple[TensorEntry, int]] = {}
+    ties: dict[str, str] = {}
+    for rank, spec in enumerate(specs):
+        for entry in spec.entries:
+            first, its_rank = entries.setdefault(entry.name, (entry, rank))
+            if (first.shape, first.dtype) != (entry.shape, entry.dtype):
+                raise TableMismatch(
+                    f"tensor {entry.name!r} is {entry.dtype}{list(entry.shape)} on trainer rank "
+                    f"{rank} and {first.dtype}{list(first.shape)} on rank {its_rank}: "
+                    "give all ranks one model"
+                )
+            boxes = holders.setdefault(entry.name, {})
+            for shard in entry.shards:
+                if math.prod(shard.sizes) or not entry.numel:
+                    boxes.setdefault((shard.offsets, shard.sizes), []).append(rank)
+        for alias, name in spec.ties.items():
+            if ties.setdefault(alias, name) != name:
+                raise TableMismatch(
+                    f"tensor {alias!r} is tied to {name!r} on trainer rank {rank} and to "
+                    f"{ties[alias]!r} elsewhere: give all ranks one model"
+                )
+    for alias in ties:
+        if alias in entries:
+            raise TableMismatch(
+                f"tensor {alias!r} is tied on one trainer rank and not on rank "
+                f"{entries[alias][1]}: give all ranks one model"
+            )
+    tensors = _spread([entry for entry, _ in entries.values()], holders, len(specs))
     table = TensorTable(
-        world_size=world_size,
-        tensors=entries,
-        groups=make_groups(entries, group_bytes),
-        ties=dict(resolved.ties),
+        world_size=len(specs),
+        tensors=tensors,
+        groups=make_groups(tensors, group_bytes),
+        ties=ties,
     )
     table.validate()
     return table
 
 
-def _spread(entries: tuple[TensorEntry, ...], world_size: int) -> tuple[TensorEntry, ...]:
-    if world_size == 1:
-        return entries
-    loads = [(0, rank) for rank in range(world_size)]
-    owners = [0] * len(entries)
-    for i in sorted(range(len(entries)), key=lambda i: (-entries[i].nbytes, i)):
-        load, rank = heapq.heappop(loads)
-        owners[i] = rank
-        heapq.heappush(loads, (load + entries[i].nbytes, rank))
+def _spread(
+    entries: Sequence[TensorEntry], holders: dict[str, dict[Box, list[int]]], world_size: int
+) -> tuple[TensorEntry, ...]:
+    """Give each box one of its holders: the one with the fewest bytes so far."""
+    pieces = [
+        (math.prod(sizes) * entry.torch_dtype.itemsize, i, (offsets, sizes), ranks)
+        for i, entry in enumerate(entries)
+        for (offsets, sizes), ranks in holders[entry.name].items()
+    ]
+    pieces.sort(key=lambda piece: (-piece[0], piece[1], piece[2]))
+    loads = [0] * world_size
+    shards: list[list[Shard]] = [[] for _ in entries]
+    for nbytes, i, (offsets, sizes), ranks in pieces:
+        owner = min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[owner] += nbytes
+        shards[i].append(Shard(owner, offsets, sizes))
     return tuple(
-        msgspec.structs.replace(entry, shards=(Shard(owner, (0,) * len(entry.shape), entry.shape),))
-        for entry, owner in zip(entries, owners, strict=True)
+        msgspec.structs.replace(
+            entry, shards=tuple(sorted(found, key=lambda s: (s.offsets, s.owner)))
+        )
+        for entry, found in zip(entries, shards, strict=True)
     )

@@ -9,26 +9,26 @@ import msgspec
 
 from weightwire.contract import Backend, Offer, SenderTransport, Wait
 from weightwire.deadline import Watch
-from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.errors import ConfigError, SessionError, TableMismatch, UnsupportedOperation
 from weightwire.options import SenderOptions
 from weightwire.pipeline import SendPlan, combine
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
-from weightwire.sources import Resolved, WeightSource, WireRules, resolve
+from weightwire.session.session import Session, blob_digest
+from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
 from weightwire.table import TensorTable
 from weightwire.tables import build_table
 from weightwire.waiting import drive
 
-__all__ = ["Arrival", "Start", "TrainerRank"]
+__all__ = ["Start", "TrainerRank"]
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class _Arrival(msgspec.Struct, frozen=True):
     """What a rank brings to a ``send``."""
 
     version: int
     wait: str
-    table_digest: str
-    transport: bytes
+    spec: str
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -42,12 +42,14 @@ class TrainerRank:
     """This rank's source and transport, and the agreement with the trainer's other ranks.
 
     Attributes:
-        table: of the last source that was resolved.
+        table: of all ranks' sources as they were last resolved.
+        transports: what each rank's transport said of itself for that table.
     """
 
     def __init__(
         self,
         backend: Backend,
+        session: Session,
         agreement: Agreement,
         transport: SenderTransport,
         source: WeightSource,
@@ -56,6 +58,7 @@ class TrainerRank:
         watch: Watch,
     ) -> None:
         self._backend = backend
+        self._session = session
         self._agreement = agreement
         self._transport = transport
         self._source = source
@@ -64,12 +67,16 @@ class TrainerRank:
         self._watch = watch
         self._plan: SendPlan | None = None
         self._sending = False
+        self._spec: Spec | None = None
+        self._spec_digest = ""
+        self._digests: tuple[str, ...] = ()
         self.table: TensorTable | None = None
         self.table_digest = ""
+        self.transports: tuple[bytes, ...] = ()
 
     def arrive(
         self, version: int, wait: Wait, phases: Phases, refusal: BaseException | None
-    ) -> tuple[Resolved, list[Arrival]]:
+    ) -> Resolved:
         """Resolve the source on every rank, and agree on what is to be sent.
 
         Args:
@@ -77,35 +84,62 @@ class TrainerRank:
         """
         error = refusal
         resolved: Resolved | None = None
-        arrival = Arrival(version, wait, "", b"")
+        arrival = _Arrival(version, wait, "")
         with phases.timed("offer"):
             try:
                 resolved = resolve(self._source, self._rules)
-                self._use_table(
-                    build_table(resolved, self._options.world_size, self._options.group_bytes)
-                )
-                arrival = Arrival(version, wait, self.table_digest, self._transport.describe())
+                arrival = _Arrival(version, wait, self._publish_spec(resolved.spec))
             except BaseException as caught:  # an interruption too: the other ranks are told
-                error = caught
+                error = error or caught
             self._agreement.next_round()
             payloads = drive(
                 self._agreement.agree("arrive", msgspec.msgpack.encode(arrival), error), self._watch
             )
-        assert resolved is not None  # noqa: S101 - agree() raised otherwise
-        arrivals = [msgspec.msgpack.decode(payload, type=Arrival) for payload in payloads]
-        first = arrivals[0]
-        for rank, other in enumerate(arrivals):
-            if (other.version, other.wait) != (first.version, first.wait):
-                raise ConfigError(
-                    f"trainer rank {rank} sends version {other.version} (wait={other.wait!r}), "
-                    f"rank 0 {first.version} (wait={first.wait!r}): call send alike on all ranks"
-                )
-            if other.table_digest != first.table_digest:
-                raise TableMismatch(
-                    f"trainer rank {rank} has other names, shapes or dtypes than rank 0: "
-                    "give every rank the same source"
-                )
-        return resolved, arrivals
+            arrivals = [msgspec.msgpack.decode(payload, type=_Arrival) for payload in payloads]
+            _refuse_unlike(arrivals)
+            assert resolved is not None  # noqa: S101 - agree() raised otherwise
+            self._agree_on_table(resolved.spec, tuple(other.spec for other in arrivals))
+        return resolved
+
+    def _publish_spec(self, spec: Spec) -> str:
+        """Put what this rank holds where the others find it; returns its digest."""
+        if spec != self._spec:
+            payload = msgspec.msgpack.encode(spec)
+            if self._agreement.alone:
+                self._spec_digest = blob_digest(payload)
+            else:
+                self._spec_digest = self._session.put_blob(payload)
+            self._spec = spec
+        return self._spec_digest
+
+    def _agree_on_table(self, own: Spec, digests: tuple[str, ...]) -> None:
+        """Make the table of all ranks' specs, unless it is the last version's."""
+        if digests == self._digests:
+            return
+        error: BaseException | None = None
+        described = b""
+        try:
+            specs = {digest: self._read_spec(digest) for digest in {*digests} - {self._spec_digest}}
+            specs[self._spec_digest] = own
+            table = build_table([specs[digest] for digest in digests], self._options.group_bytes)
+            self._use_table(table)
+            described = self._transport.describe()
+        except BaseException as caught:
+            error = caught
+        self.transports = drive(self._agreement.agree("table", described, error), self._watch)
+        self._digests = digests
+
+    def _read_spec(self, digest: str) -> Spec:
+        payload = self._session.get_blob(digest)
+        if payload is None:
+            raise SessionError(f"the spec {digest} of a trainer rank is gone: send again")
+        try:
+            return msgspec.msgpack.decode(payload, type=Spec)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise TableMismatch(
+                f"what a trainer rank says it holds can't be read ({error}): "
+                "run one weightwire version on all ranks"
+            ) from error
 
     def _use_table(self, table: TensorTable) -> None:
         digest = table.digest()
@@ -176,3 +210,13 @@ class TrainerRank:
             path=f"{self._backend.name} ({self._backend.capabilities.flow})",
             roster=offer.roster,
         )
+
+
+def _refuse_unlike(arrivals: Sequence[_Arrival]) -> None:
+    first = arrivals[0]
+    for rank, other in enumerate(arrivals):
+        if (other.version, other.wait) != (first.version, first.wait):
+            raise ConfigError(
+                f"trainer rank {rank} sends version {other.version} (wait={other.wait!r}), rank 0 "
+                f"{first.version} (wait={first.wait!r}): call send alike on all ranks"
+            )

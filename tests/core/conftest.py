@@ -1,6 +1,106 @@
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # helper modules beside the tests
+
+
+class Child:
+    """A process that runs one action of ``session_worker.py``."""
+
+    def __init__(self, action: str, **arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "session_worker.py"), action, json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self._read = b""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def hear(self, seconds: float = 60) -> dict:
+        """The next line that it prints."""
+        end = time.monotonic() + seconds
+        out = self.process.stdout
+        while b"\n" not in self._read:
+            if not select.select([out], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise AssertionError(f"{self.process.args[2]} said nothing in {seconds} s")
+            piece = os.read(out.fileno(), 1 << 16)
+            if not piece:
+                raise AssertionError(self.process.stderr.read().decode())
+            self._read += piece
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+    def tell(self, text: str = "go") -> None:
+        self.process.stdin.write(f"{text}\n".encode())
+        self.process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, seconds: float = 30) -> int:
+        """Close its input and wait for it."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait(30)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    started: list[Child] = []
+
+    def start(action: str, **arguments: object) -> Child:
+        started.append(Child(action, **arguments))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on; bound at once by whoever is given it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(params=["file", "tcp"])
+def session_url(request, tmp_path: Path, child) -> str:
+    """A session of each scheme; that of ``tcp`` is served by another process."""
+    if request.param == "file":
+        return f"file://{tmp_path}/session"
+    return child("serve", url="tcp://127.0.0.1:0/run").hear()["url"]
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch) -> None:
+    monkeypatch.delenv("WEIGHTWIRE_TOKEN", raising=False)

@@ -4,15 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
-from weightwire.sources import MappingSource, ModuleSource, WireRules, as_source, resolve
+from weightwire.errors import ConfigError, TableMismatch
+from weightwire.sources import MappingSource, ModuleSource, Spec, WireRules, as_source, resolve
+from weightwire.table import Shard as ShardOf
+from weightwire.table import TensorEntry
 from weightwire.tables import build_table
 
 AS_STORED = WireRules()
 
 
 def names(resolved) -> list[str]:
-    return [entry.name for entry in resolved.entries]
+    return [entry.name for entry in resolved.spec.entries]
 
 
 class Tied(nn.Module):
@@ -28,7 +30,7 @@ class Tied(nn.Module):
 def test_a_module_sends_parameters_and_persistent_buffers_and_ties_once():
     resolved = resolve(ModuleSource(Tied()), AS_STORED)
     assert names(resolved) == ["steps", "embed.weight"]
-    assert resolved.ties == {"head.weight": "embed.weight"}
+    assert resolved.spec.ties == {"head.weight": "embed.weight"}
 
 
 def test_equal_views_of_one_storage_tie_and_other_views_of_it_do_not():
@@ -45,14 +47,14 @@ def test_equal_views_of_one_storage_tie_and_other_views_of_it_do_not():
         ),
         AS_STORED,
     )
-    assert resolved.ties == {"same": "a"}
+    assert resolved.spec.ties == {"same": "a"}
     assert names(resolved) == ["a", "t", "flat", "row"]
 
 
 def test_empty_tensors_never_tie():
     resolved = resolve(MappingSource({"a": torch.empty(0), "b": torch.empty(0)}), AS_STORED)
     assert names(resolved) == ["a", "b"]
-    assert not resolved.ties
+    assert not resolved.spec.ties
 
 
 def test_a_wire_dtype_casts_floats_only_and_keeps_what_the_patterns_name():
@@ -66,7 +68,7 @@ def test_a_wire_dtype_casts_floats_only_and_keeps_what_the_patterns_name():
             "mask": torch.tensor([True]),
         }
     )
-    dtypes = {entry.name: entry.dtype for entry in resolve(source, rules).entries}
+    dtypes = {entry.name: entry.dtype for entry in resolve(source, rules).spec.entries}
     assert dtypes == {
         "l.0.router.bias": "float32",
         "l.0.w": "bfloat16",
@@ -114,22 +116,77 @@ def test_what_holds_no_dense_values_is_refused(tensor, kind, message):
         resolve(MappingSource({"w": tensor}), AS_STORED)
 
 
-def test_a_dtensor_is_refused_by_name():
+@pytest.fixture
+def mesh():
+    """A mesh of two ranks, of which this process is the first; nothing is ever sent."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = DeviceMesh("cpu", [0, 1])
-        for placement in (Shard(0), Replicate()):
-            sharded = DTensor.from_local(torch.zeros(2), mesh, [placement], run_check=False)
-            with pytest.raises(
-                UnsupportedOperation, match=r"source tensor 'w' is a DTensor: .*send"
-            ):
-                resolve(MappingSource({"w": sharded}), AS_STORED)
+        yield DeviceMesh("cpu", [0, 1])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_dtensor_with_a_pending_reduction_is_refused_by_name(mesh):
+    from torch.distributed.tensor import DTensor, Partial
+
+    partial = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
+    with pytest.raises(ConfigError, match=r"source tensor 'w' has a pending reduction.*redistrib"):
+        resolve(MappingSource({"w": partial}), AS_STORED)
+
+
+def test_a_dtensor_gives_the_box_that_lies_here(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    local = torch.arange(8.0).view(2, 4)
+    columns = DTensor.from_local(
+        local, mesh, [Shard(1)], run_check=False, shape=(2, 7), stride=(7, 1)
+    )
+    whole = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    resolved = resolve(MappingSource({"columns": columns, "whole": whole}), AS_STORED)
+    boxes = {entry.name: (entry.shape, entry.shards[0]) for entry in resolved.spec.entries}
+    shape, shard = boxes["columns"]
+    assert (shape, shard.offsets, shard.sizes) == ((2, 7), (0, 0), (2, 4))
+    shape, shard = boxes["whole"]
+    assert (shape, shard.offsets, shard.sizes) == ((2, 4), (0, 0), (2, 4))
+    assert torch.equal(resolved.tensors["columns"], local)
+
+
+def spec_of(name, shape, *box, dtype="float32"):
+    return Spec((TensorEntry(name, shape, dtype, (ShardOf(0, *box),)),), {})
+
+
+def test_boxes_of_the_ranks_are_put_together_and_replicas_are_served_once():
+    rows = [spec_of("w", (5, 2), (0, 0), (3, 2)), spec_of("w", (5, 2), (3, 0), (2, 2))]
+    table = build_table(rows, 64)
+    assert [(s.owner, s.offsets, s.sizes) for s in table.tensors[0].shards] == [
+        (0, (0, 0), (3, 2)),
+        (1, (3, 0), (2, 2)),
+    ]
+    hybrid = build_table([*rows, *rows], 64)
+    assert len(hybrid.tensors[0].shards) == 2
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([spec_of("w", (4,), (0,), (2,)), spec_of("w", (4,), (0,), (2,))], "hold 2 of 4"),
+        ([spec_of("w", (4,), (0,), (3,)), spec_of("w", (4,), (1,), (3,))], "hold 6 of 4"),
+        ([spec_of("w", (4,), (0,), (2,)), spec_of("w", (5,), (2,), (3,))], "on trainer rank 1"),
+        (
+            [
+                spec_of("w", (4,), (0,), (2,)),
+                spec_of("w", (4,), (2,), (2,), dtype="bfloat16"),
+            ],
+            "on trainer rank 1",
+        ),
+    ],
+)
+def test_boxes_that_do_not_tile_a_tensor_or_disagree_are_refused_by_name(specs, message):
+    with pytest.raises(TableMismatch, match=f"tensor 'w'.*{message}"):
+        build_table(specs, 64)
 
 
 def test_an_empty_source_is_an_error():
@@ -148,20 +205,20 @@ def test_a_parameter_rebound_between_sends_is_read_from_where_it_is_now():
     before = resolve(source, AS_STORED)
     module.weight.data = torch.full((2, 2), 7.0)
     after = resolve(source, AS_STORED)
-    assert after.tensors[0].data_ptr() == module.weight.data_ptr()
-    assert after.tensors[0].data_ptr() != before.tensors[0].data_ptr()
-    assert torch.equal(after.tensors[0], torch.full((2, 2), 7.0))
-    assert build_table(before, 1, 8).digest() == build_table(after, 1, 8).digest()
+    assert after.tensors["weight"].data_ptr() == module.weight.data_ptr()
+    assert after.tensors["weight"].data_ptr() != before.tensors["weight"].data_ptr()
+    assert torch.equal(after.tensors["weight"], torch.full((2, 2), 7.0))
+    assert build_table([before.spec], 8).digest() == build_table([after.spec], 8).digest()
 
 
 def test_a_changed_shape_or_a_broken_tie_gives_another_table():
     module = Tied()
     source = ModuleSource(module)
-    tied = build_table(resolve(source, AS_STORED), 1, 8).digest()
+    tied = build_table([resolve(source, AS_STORED).spec], 8).digest()
     module.head.weight = nn.Parameter(module.embed.weight.detach().clone())
-    untied = build_table(resolve(source, AS_STORED), 1, 8).digest()
+    untied = build_table([resolve(source, AS_STORED).spec], 8).digest()
     module.head = nn.Linear(3, 4, bias=False)
-    wider = build_table(resolve(source, AS_STORED), 1, 8).digest()
+    wider = build_table([resolve(source, AS_STORED).spec], 8).digest()
     assert len({tied, untied, wider}) == 3
 
 
@@ -172,7 +229,8 @@ def test_what_is_no_source_is_an_error():
 
 def test_owners_are_spread_evenly_and_alike_on_every_rank():
     mapping = {f"w{i}": torch.zeros(i + 1) for i in range(12)}
-    tables = [build_table(resolve(MappingSource(mapping), AS_STORED), 3, 64) for _ in range(2)]
+    specs = [resolve(MappingSource(mapping), AS_STORED).spec] * 3
+    tables = [build_table(specs, 64) for _ in range(2)]
     assert tables[0].digest() == tables[1].digest()
     loads = [0, 0, 0]
     for entry in tables[0].tensors:

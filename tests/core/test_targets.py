@@ -11,7 +11,7 @@ from weightwire.targets import MappingTarget, ModuleTarget, as_target
 
 
 def table_of(**tensors: torch.Tensor):
-    return build_table(resolve(MappingSource(tensors), WireRules()), 1, 1 << 20)
+    return build_table([resolve(MappingSource(tensors), WireRules()).spec], 1 << 20)
 
 
 def mismatch(target: MappingTarget, table) -> str:

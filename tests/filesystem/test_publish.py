@@ -208,6 +208,8 @@ def test_drop_removes_a_version_and_tolerates_none(open_sender, versions):
     sender.drop(Policy(1, 1))
     sender.drop(Policy(1, 1))
     sender.drop(Policy(9, 9))
+    assert visible(versions) == ["v00000002-i1-a1"]  # at once; the space follows
+    sender.close()
     assert os.listdir(versions) == ["v00000002-i1-a1"]
 
 

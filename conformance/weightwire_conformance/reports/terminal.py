@@ -19,7 +19,9 @@ __all__ = ["print_matrix"]
 
 def print_matrix(matrix: Matrix, reporter: pytest.TerminalReporter) -> None:
     """Write it where pytest writes."""
-    width = max(reporter._tw.fullwidth, 60)
+    # A name that is cut is no use: a narrow terminal wraps lines instead.
+    names = max(len(scenario) for scenario in matrix.scenarios())
+    width = max(reporter._tw.fullwidth, names + 4 + 20 * len(matrix.backends))
     text = io.StringIO()
     console = Console(
         file=text, force_terminal=reporter.hasmarkup, width=width, highlight=False, soft_wrap=False

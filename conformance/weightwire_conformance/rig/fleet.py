@@ -152,7 +152,7 @@ class Fleet:
         self.timeout = min(_MOST_PATIENT_CALL, pool.patience / 2)
         self._workers: list[Worker] = []
         self._sides: list[Side] = []
-        self._harmed = False
+        self._others: list[Fleet] = []
 
     @property
     def stores(self) -> bool:
@@ -242,9 +242,18 @@ class Fleet:
         for replica in replicas:
             replica.must_hold(version)
 
-    def harmed(self) -> None:
-        """A process was killed: what it held may lie around, and the rig removes it."""
-        self._harmed = True
+    def beside(self, backend: str) -> Fleet:
+        """Another fleet for the same scenario, over a backend to compare with."""
+        other = Fleet(
+            self.pool,
+            backend,
+            {},
+            {"flow": "unknown"},
+            f"{self.directory.name}-{backend}",
+            seed=self.seed,
+        )
+        self._others.append(other)
+        return other
 
     # -------------------------------------------------------------- the end
 
@@ -258,7 +267,8 @@ class Fleet:
             LeftBehind: something was.
         """
         problems = self._shared_process() if reuse else []
-        harmed = self._harmed or not reuse or any(worker.dead for worker in self._workers)
+        # What a killed process held may lie around: the rig removes it.
+        harmed = not reuse or any(worker.dead for worker in self._workers)
         files: set[str] = set()
         clean = []
         for worker in reversed(self._workers):  # receivers before the sender's store
@@ -279,6 +289,8 @@ class Fleet:
         for worker in clean:
             self.pool.give_back(self.backend, worker)
         shutil.rmtree(self.directory, ignore_errors=True)
+        for other in self._others:
+            other.close(reuse=reuse)
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise LeftBehind("\n".join([f"left behind: {problems[0]}{more}", *problems[1:]]))

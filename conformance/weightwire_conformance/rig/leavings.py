@@ -57,10 +57,12 @@ class Leavings:
 
     def files(self) -> set[str]:
         """Files outside the scenario's own directory that may turn out to be left behind."""
-        scenario = str(Path(tempfile.gettempdir()).parent)
+        ours = str(Path(tempfile.gettempdir()).parents[1])
         found = self._created | shared_files() | set(_descriptors().values())
         return {
-            path for path in found if path.startswith(self._watched) and scenario not in path
+            path
+            for path in found
+            if path.startswith(self._watched) and not path.startswith(f"{ours}/")
         }
 
     def problems(self) -> list[str]:
@@ -92,7 +94,7 @@ class Leavings:
         return [
             f"descriptor {number} is still open on {path}"
             for number, path in _descriptors().items()
-            if (path.startswith(_SHM) or path.startswith(scenario)) and not path.endswith(".log")
+            if path.startswith((_SHM, scenario))
         ]
 
 

@@ -4,5 +4,13 @@ __all__ = ["THEMES"]
 
 THEMES = {
     "tensors": "every tensor arrives, byte for byte",
+    "versions": "versions follow each other",
+    "membership": "receivers and senders come and go",
+    "failures": "a failure is told, and doesn't last",
+    "deadlines": "no wait outlasts its deadline",
+    "tables": "what doesn't fit is refused before a byte moves",
+    "corruption": "corrupted bytes are found",
+    "flat": "nothing grows, nothing is left",
+    "declaration": "what is declared is true",
 }
 """Modules in the order of the report, and what each proves."""

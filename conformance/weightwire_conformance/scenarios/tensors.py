@@ -136,7 +136,7 @@ def overlap_changes_nothing_but_time(
     fleet: Fleet, overlap: bool, theirs: bool | None = None
 ) -> None:
     """Many groups, one slot or two, a receiver that is slower than the sender."""
-    sizes = {"count": 6, "width": 256}
+    sizes = {"count": 3, "width": 256}
     sender = fleet.sender(sizes=sizes, overlap=overlap)
     replica = fleet.receiver(
         sizes=sizes, overlap=overlap if theirs is None else theirs, staged=True

@@ -15,7 +15,7 @@ from weightwire.session import keys
 from weightwire.session.records import Codec, Record, SessionRecord
 from weightwire.session.store import OpenRequest, SessionStore
 
-__all__ = ["Session", "TOKEN_VARIABLE"]
+__all__ = ["Session", "TOKEN_VARIABLE", "blob_digest"]
 
 TOKEN_VARIABLE = "WEIGHTWIRE_TOKEN"  # noqa: S105 - the variable's name
 _PART = 2 << 20
@@ -122,7 +122,7 @@ class Session:
 
     def put_blob(self, payload: bytes) -> str:
         """Store bytes under their digest; returns it.  Bytes already there aren't written again."""
-        digest = hashlib.blake2b(payload, digest_size=16).hexdigest()
+        digest = blob_digest(payload)
         prefix = keys.table(digest)
         pieces = [payload[at : at + _PART] for at in range(0, len(payload), _PART)] or [b""]
         if len(pieces) > _MAX_PARTS:
@@ -143,7 +143,7 @@ class Session:
             return None
         pieces = [self.store.get(f"{prefix}/{name}") for name in names]
         payload = b"".join(piece for piece in pieces if piece is not None)
-        if hashlib.blake2b(payload, digest_size=16).hexdigest() != digest:
+        if blob_digest(payload) != digest:
             return None
         return payload
 
@@ -169,3 +169,8 @@ class Session:
             )
         self._codec.session_id = self._peek(payload).id
         return self._codec.session_id
+
+
+def blob_digest(payload: bytes) -> str:
+    """The name under which ``put_blob`` stores these bytes."""
+    return hashlib.blake2b(payload, digest_size=16).hexdigest()

@@ -68,7 +68,13 @@ class TcpStore(SessionStore):
         return None if value == _ABSENT.encode() else value
 
     def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
-        self._run("write", key, lambda store: store.set(self._prefix + key, value))  # type: ignore[arg-type]  # the stub says str
+        def write(store: TCPStore) -> None:
+            store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str
+            if durable:
+                # set() isn't answered: ask for something that is, so that others see it by now.
+                store.check([self._prefix + key])
+
+        self._run("write", key, write)
 
     def create(self, key: str, value: bytes) -> bool:
         text = value.decode("utf-8")  # compare_set takes str; every sealed record is JSON

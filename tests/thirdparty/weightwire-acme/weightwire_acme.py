@@ -6,7 +6,7 @@ reads from, signs their challenge, and asks for one group after another::
     owner                                          reader
     a challenge                              >
                                              <     who it is, the challenge signed
-                                             <     (policy, group)
+                                             <     policy and group
     once the group is put: generation, seal  >
     the bytes of its slot                    >
     the generation, 0 if the slot has moved  >
@@ -19,9 +19,7 @@ aren't encrypted.  There is no thread: an owner answers while it waits for credi
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
-import os
 import secrets
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -40,7 +38,8 @@ from weightwire.table import Region, Shard, TensorTable
 __all__ = ["AcmeBackend", "AcmeConfig"]
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[bool, None, T]  # a conversation: yields whether bytes have moved
+Steps: TypeAlias = Generator[bool, None, T]  # yields whether bytes have moved
+Talks: TypeAlias = dict[Any, Steps[None]]
 Reader: TypeAlias = tuple[str, int]  # receiver id, rank
 CHALLENGE_BYTES, HELLO_BYTES, MESSAGE_BYTES = 32, 1 << 10, 64 << 20
 
@@ -51,21 +50,11 @@ class AcmeConfig(contract.BackendConfig):
     host: str = "127.0.0.1"
 
 
-class OwnerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: str
-    port: int
-    key: bytes
-
-
 def decode(payload: bytes | bytearray, kind: type[T], who: str) -> T:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TransferError(f"{who} has another weightwire-acme ({error}): upgrade it") from error
-
-
-def bytes_of(slot: Tensor) -> memoryview:
-    return memoryview(slot.numpy())  # type: ignore[arg-type]  # a buffer from Python 3.12 on
 
 
 def overlap(region: Region, shard: Shard) -> list[range]:
@@ -79,39 +68,15 @@ def cut(tensor: Tensor, box: Sequence[range], origin: Sequence[int]) -> Tensor:
     return tensor[tuple(slice(r.start - o, r.stop - o) for r, o in zip(box, origin, strict=True))]
 
 
-def talk(
-    watch: Watch, running: dict[Any, Steps[None]], what: str, missing: Callable[[], list[str]]
-) -> None:
-    """Go on with all conversations until nobody is missing."""
-
-    def step() -> bool:
-        moved = False
-        for key, conversation in list(running.items()):
-            if (result := next(conversation, None)) is None:
-                del running[key]
-            moved = moved or result is not False
-        return moved
-
-    while who := missing():
-        watch.check(what, who)  # `until` does so only where nothing moves
-        watch.until(lambda: step() or not missing(), what, missing)
-
-
 class Link:
-    """A connection; every method is a part of a conversation."""
+    """A connection; its methods are generators that yield where they would block."""
 
     def __init__(self, connection: socket.socket, who: str) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.who = connection, who
 
-    def connect(self, address: tuple[str, int]) -> Steps[None]:
-        while (code := self.connection.connect_ex(address)) not in (0, errno.EISCONN):
-            if code not in (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK):
-                raise PeerLost(f"{self.who} isn't at {address} ({os.strerror(code)}): restart it")
-            yield False
-
-    def _through(self, operation: Callable[[memoryview], int], data: Any) -> Steps[None]:
+    def move(self, operation: Callable[[memoryview], int], data: Any) -> Steps[None]:
         view = memoryview(data)
         while view:
             try:
@@ -127,10 +92,10 @@ class Link:
             yield True
 
     def send(self, data: bytes | memoryview) -> Steps[None]:
-        return self._through(self.connection.send, data)
+        return self.move(self.connection.send, data)
 
-    def read(self, buffer: bytearray | memoryview) -> Steps[None]:
-        return self._through(self.connection.recv_into, buffer)
+    def read(self, data: bytearray | memoryview) -> Steps[None]:
+        return self.move(self.connection.recv_into, data)
 
     def tell(self, message: object) -> Steps[None]:
         payload = msgspec.msgpack.encode(message)
@@ -144,12 +109,27 @@ class Link:
         return decode(payload, kind, self.who)
 
 
+def talk(watch: Watch, talks: Talks, what: str, missing: Callable[[], list[str]]) -> None:
+    """Go on with all conversations until nobody is missing."""
+
+    def go_on() -> bool:
+        moved = False
+        for key, conversation in list(talks.items()):
+            if (step := next(conversation, None)) is None:
+                del talks[key]
+            moved = moved or bool(step)
+        return moved or not missing()
+
+    while who := missing():
+        watch.check(what, who)  # `until` doesn't look at the deadline while bytes move
+        watch.until(go_on, what, missing)
+
+
 @dataclass(eq=False)
 class Held:
     """A group in its slot, until all readers in ``waiting`` have credited it."""
 
-    policy: contract.Policy
-    group: int
+    key: tuple[contract.Policy, int]
     generation: int
     memory: memoryview
     seal: contract.Seal
@@ -162,10 +142,10 @@ class AcmeSender(contract.SenderTransport):
     def __init__(self, context: contract.Context) -> None:
         assert isinstance(context.config, AcmeConfig)
         self._context = context
-        self._key = secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)
+        self._talks: Talks = {}
         self._held: list[Held | None] = []
         self._generation = 0
-        self._running: dict[Any, Steps[None]] = {}
         try:
             self._listener = socket.create_server((context.config.host, 0), backlog=1024)
         except OSError as error:
@@ -179,8 +159,7 @@ class AcmeSender(contract.SenderTransport):
         self._slots = [torch.empty(nbytes, dtype=torch.uint8) for _ in self._held]
 
     def describe(self) -> bytes:
-        host, port = self._listener.getsockname()
-        return msgspec.msgpack.encode(OwnerInfo(host, port, self._key))
+        return msgspec.msgpack.encode((*self._listener.getsockname(), self._secret))
 
     def begin(self, offer: contract.Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
         self._policy, self._lost = offer.policy, set[str]()
@@ -189,7 +168,7 @@ class AcmeSender(contract.SenderTransport):
             for rank, described in enumerate(ranks):
                 reads = decode(described, dict[int, set[int]], f"receiver {receiver_id!r}")
                 self._reads[receiver_id, rank] = reads.get(self._context.rank, set())
-        self._running = {self._listener: self._accept()}
+        self._talks[self._listener] = self._accept()
 
     def slot(self, group: int, nbytes: int) -> Tensor:
         index = (self._generation + 1) % len(self._slots)
@@ -197,14 +176,12 @@ class AcmeSender(contract.SenderTransport):
         self._staged = self._slots[index][:nbytes]
         return self._staged
 
-    def put(
-        self, group: int, tensors: Mapping[int, Tensor], seal: contract.Seal
-    ) -> None:  # the tensors lie in the slot
+    def put(self, group: int, tensors: Mapping[int, Tensor], seal: contract.Seal) -> None:
         self._generation += 1
+        key, memory = (self._policy, group), self._staged.numpy().data  # the tensors lie there
         waiting = {reader for reader, groups in self._reads.items() if group in groups}
-        self._held[self._generation % len(self._slots)] = Held(
-            self._policy, group, self._generation, bytes_of(self._staged), seal, waiting
-        )
+        held = Held(key, self._generation, memory, seal, waiting)
+        self._held[self._generation % len(self._slots)] = held
 
     def finish(self) -> None:
         for index in range(len(self._held)):
@@ -229,13 +206,12 @@ class AcmeSender(contract.SenderTransport):
                 waiting = sorted(reader for reader in held.waiting if reader[0] not in self._lost)
                 return [f"receiver {receiver_id!r} rank {rank}" for receiver_id, rank in waiting]
 
-            talk(self._context.watch, self._running, f"credit for group {held.group}", missing)
+            talk(self._context.watch, self._talks, f"credit for group {held.key[1]}", missing)
             self._held[index] = None
 
     def _hang_up(self) -> None:
-        for conversation in self._running.values():
-            conversation.close()
-        self._running = {}
+        while self._talks:
+            self._talks.popitem()[1].close()
         self._held = [None] * len(self._held)
 
     def _accept(self) -> Steps[None]:
@@ -245,18 +221,20 @@ class AcmeSender(contract.SenderTransport):
             except OSError:  # nobody is there
                 yield False
             else:
-                self._running[connection] = conversation = self._serve(connection)
-                yield next(conversation, False)
+                self._talks[connection] = self._serve(connection)
+                yield next(self._talks[connection], True)
 
     def _serve(self, connection: socket.socket) -> Steps[None]:
         """One reader's conversation; what is wrong with it ends it, and nothing else."""
-        link = Link(connection, "a reader")
-        with connection, contextlib.suppress(TransferError):
+        with connection, contextlib.suppress(OSError, TransferError):
+            link = Link(connection, "a reader")
             yield from link.send(challenge := secrets.token_bytes(CHALLENGE_BYTES))
             reader, proof = yield from link.hear(tuple[Reader, bytes], HELLO_BYTES)
-            while hmac.compare_digest(proof, hmac.digest(self._key, challenge, "sha256")):
-                request = yield from link.hear(tuple[contract.Policy, int])
-                while (held := self._find(*request)) is None:
+            if not hmac.compare_digest(proof, hmac.digest(self._secret, challenge, "sha256")):
+                return
+            while True:
+                key = yield from link.hear(tuple[contract.Policy, int])
+                while (held := next((h for h in self._held if h and h.key == key), None)) is None:
                     yield False
                 yield from link.tell((held.generation, held.seal))
                 yield from link.send(held.memory)
@@ -264,10 +242,6 @@ class AcmeSender(contract.SenderTransport):
                 yield from link.tell(held.generation if held in self._held else 0)
                 if (yield from link.hear(int)) == held.generation:
                     held.waiting.discard(reader)
-
-    def _find(self, policy: contract.Policy, group: int) -> Held | None:
-        wanted = (policy, group)
-        return next((h for h in self._held if h and (h.policy, h.group) == wanted), None)
 
 
 class AcmeReceiver(contract.ReceiverTransport):
@@ -291,14 +265,13 @@ class AcmeReceiver(contract.ReceiverTransport):
 
     def begin(self, offer: contract.Offer) -> None:
         self._policy = offer.policy
-        self._with_all("connection", {owner: self._connect(owner, offer) for owner in self._reads})
+        self._with({owner: self._greet(owner, offer) for owner in self._reads}, "connection")
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[contract.Seal]:
-        seals: list[contract.Seal] = []
+        self._seals: list[contract.Seal] = []
         owners = [owner for owner, groups in self._reads.items() if group in groups]
-        takes = {owner: self._take(owner, group, regions, seals) for owner in owners}
-        self._with_all(f"group {group}", takes)
-        return seals
+        self._with({o: self._take(o, group, regions) for o in owners}, f"group {group}")
+        return self._seals
 
     def finish(self) -> None:
         self.close()
@@ -307,46 +280,35 @@ class AcmeReceiver(contract.ReceiverTransport):
         self.close()
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.connection.close()
-        self._links = {}
+        while self._links:
+            self._links.popitem()[1].connection.close()
 
-    def _with_all(self, what: str, running: dict[int, Steps[None]]) -> None:
-        watch = self._context.watch
-        talk(watch, running, what, lambda: [f"trainer rank {owner}" for owner in running])
+    def _with(self, talks: Talks, what: str) -> None:
+        talk(self._context.watch, talks, what, lambda: [f"trainer rank {o}" for o in talks])
 
-    def _connect(self, owner: int, offer: contract.Offer) -> Steps[None]:
-        info = decode(offer.senders[owner], OwnerInfo, f"trainer rank {owner}")
+    def _greet(self, owner: int, offer: contract.Offer) -> Steps[None]:
         link = self._links[owner] = Link(socket.socket(), f"trainer rank {owner}")
-        yield from link.connect((info.host, info.port))
+        host, port, secret = decode(offer.senders[owner], tuple[str, int, bytes], link.who)
+        link.connection.connect_ex((host, port))  # what is wrong shows in the first read
         yield from link.read(challenge := bytearray(CHALLENGE_BYTES))
-        proof = hmac.digest(info.key, challenge, "sha256")
+        proof = hmac.digest(secret, challenge, "sha256")
         yield from link.tell(((self._context.member_id, self._context.rank), proof))
 
-    def _take(
-        self,
-        owner: int,
-        group: int,
-        regions: Mapping[int, Tensor],
-        seals: list[contract.Seal],
-    ) -> Steps[None]:
+    def _take(self, owner: int, group: int, regions: Mapping[int, Tensor]) -> Steps[None]:
         link, layout = self._links[owner], slot_layout(self._table, group, owner)
         slot = torch.empty(layout.nbytes, dtype=torch.uint8)
         yield from link.tell((self._policy, group))
         generation, seal = yield from link.hear(tuple[int, contract.Seal])
-        yield from link.read(bytes_of(slot))
+        yield from link.read(slot.numpy().data)
         if (yield from link.hear(int)) != generation:
-            raise PeerLost(
-                f"{link.who} filled the slot of group {group} again while it was read: this "
-                "receiver was stopped for longer than its lease; receive the next version"
-            )
+            raise PeerLost(f"{link.who} refilled a slot under this late reader: receive it again")
         for position, memory in regions.items():
             region = self._regions[position]
             if (shard := layout.shards.get(region.tensor)) and all(box := overlap(region, shard)):
                 staged = layout.places[region.tensor].view(slot)
                 cut(memory, box, region.offsets).copy_(cut(staged, box, shard.offsets))
         yield from link.tell(generation)
-        seals.append(seal)
+        self._seals.append(seal)
 
 
 class AcmeBackend(contract.Backend):

@@ -1,0 +1,461 @@
+"""Session stores: what both schemes promise, and what goes wrong with each."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from weightwire.deadline import Deadline
+from weightwire.errors import ConfigError, SessionError
+from weightwire.session.file import FileStore
+from weightwire.session.records import Lease
+from weightwire.session.session import Session
+
+
+@pytest.fixture
+def open_session(request):
+    def opener(url: str, *, seconds: float = 20, serve: bool = False, token=None) -> Session:
+        session = Session.open(url, deadline=Deadline(seconds), serve=serve, token=token)
+        request.addfinalizer(session.close)
+        return session
+
+    return opener
+
+
+@pytest.fixture
+def session(session_url, open_session) -> Session:
+    return open_session(session_url)
+
+
+# ---------------------------------------------------------------------- both schemes
+
+
+def test_a_record_is_read_back_and_an_absent_one_is_none(session):
+    assert session.read("a/b", Lease) is None
+    session.write("a/b", Lease(3))
+    session.write("a/b", Lease(4))
+    assert session.read("a/b", Lease) == Lease(4)
+    session.delete("a/b")
+    session.delete("a/b")
+    assert session.read("a/b", Lease) is None
+
+
+def test_children_are_the_next_components_sorted(session):
+    for key in ("top/b/x", "top/a", "top/b/y", "topper/z", "top/10/x"):
+        session.write(key, Lease(1))
+    assert session.children("top") == ["10", "a", "b"]
+    assert session.children("top/b") == ["x", "y"]
+    assert session.children("top/a") == []
+    assert session.children("nothing") == []
+    assert session.numbers("top") == [10]
+
+
+def test_a_tree_is_deleted_without_its_neighbours(session):
+    for key in ("t/a/x", "t/a/y/z", "t/ab/x", "t/b"):
+        session.write(key, Lease(1))
+    session.delete_tree("t/a")
+    assert session.children("t") == ["ab", "b"]
+    session.delete_tree("t/b")
+    session.delete_tree("t/b")
+    assert session.children("t") == ["ab"]
+
+
+def test_a_record_and_what_lies_below_it_are_two_things(session):
+    """As a directory can't be a file, a store may refuse; it must not lose one silently."""
+    session.write("k/a", Lease(1))
+    assert session.read("k", Lease) is None
+    assert session.children("k/a") == []
+
+
+def test_of_many_processes_exactly_one_creates_each_key(session_url, session, child):
+    racers = [child("race", url=session_url, keys=40, me=i) for i in range(4)]
+    for racer in racers:
+        racer.hear()
+    for racer in racers:
+        racer.tell()
+    won = {i: racer.hear()["won"] for i, racer in enumerate(racers)}
+    assert sorted(key for keys in won.values() for key in keys) == list(range(40))
+    for me, keys in won.items():
+        for key in keys:
+            assert session.read(f"race/{key}", Lease) == Lease(me)
+
+
+def test_a_reader_never_sees_half_a_value(session_url, session, child):
+    writer = child("overwrite", url=session_url, rounds=150, size=300_000)
+    writer.hear()
+    seen = 0
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        value = session.store.get("torn")
+        if value is None:
+            continue
+        assert len(value) >= 300_000
+        assert value == value[:1] * len(value)
+        seen += 1
+        if writer.process.poll() is not None:
+            break
+        if seen % 8 == 0 and _has_line(writer):
+            break
+    assert seen > 5
+
+
+def _has_line(writer) -> bool:
+    import select
+
+    return bool(select.select([writer.process.stdout], [], [], 0)[0])
+
+
+def test_a_blob_of_many_parts_crosses_processes(session_url, session, child):
+    size = (9 << 20) + 1
+    stored = child("blob", url=session_url, size=size).hear()
+    payload = session.get_blob(stored["digest"])
+    assert len(payload) == size
+    assert hashlib.sha256(payload).hexdigest() == stored["sha"]
+    assert session.put_blob(payload) == stored["digest"]
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", b"y" * (2 << 20), b"z" * ((2 << 20) + 1)])
+def test_blobs_of_any_size_come_back(session, payload):
+    assert session.get_blob(session.put_blob(payload)) == payload
+
+
+def test_a_blob_that_is_not_wholly_there_is_none_and_is_mended_by_storing_it_again(session):
+    payload = os.urandom((4 << 20) + 5)
+    digest = session.put_blob(payload)
+    session.store.delete(f"tables/{digest}/0001")
+    assert session.get_blob(digest) is None
+    session.put_blob(payload)
+    assert session.get_blob(digest) == payload
+    session.store.put(f"tables/{digest}/0000", b"other bytes")
+    assert session.get_blob(digest) is None
+    assert session.get_blob("0" * 32) is None
+
+
+def test_all_members_agree_on_the_sessions_id(session_url, session, open_session):
+    assert open_session(session_url).id == session.id
+    assert len(session.id) == 16
+    assert not session.is_replaced()
+
+
+def test_a_session_made_anew_is_noticed(session, session_url, open_session):
+    session.store.delete("session")
+    assert session.is_replaced()
+    newer = open_session(session_url)
+    assert newer.id != session.id
+    assert session.is_replaced()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["../outside", "a/../../outside", "/etc/passwd", "a//b", "", ".hidden", "a/.", "a\0b", "a b"],
+)
+def test_keys_that_would_leave_the_session_are_refused(session, key):
+    for action in (
+        lambda: session.write(key, Lease(1)),
+        lambda: session.create(key, Lease(1)),
+        lambda: session.read(key, Lease),
+        lambda: session.delete(key),
+        lambda: session.delete_tree(key),
+        lambda: session.children(key),
+        lambda: session.get_blob(key),
+    ):
+        with pytest.raises(ConfigError, match=r"session key .* is malformed: components are"):
+            action()
+
+
+def test_names_that_are_none_of_ours_are_left_out_of_listings(session):
+    session.write("receivers/a/1", Lease(1))
+    session.store.put("receivers/lost+found", b"x")
+    session.store.put("receivers/²", b"x")
+    assert session.children("receivers") == ["a"]
+    assert session.numbers("receivers") == []
+
+
+# ---------------------------------------------------------------------- URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("/shared/run42", "is no URL: write file:///directory or tcp://host:port/name"),
+        ("", "is no URL: write file:///directory or tcp://host:port/name"),
+        (None, "is no URL: write file:///directory or tcp://host:port/name"),
+        ("tcp://[::1/run", "is no URL: write file:///directory or tcp://host:port/name"),
+        ("carrier-pigeon://x/y", "no session scheme 'carrier-pigeon' is installed; installed: fil"),
+        ("file://shared/run42", "names host 'shared': write file:///absolute/path, with three"),
+        ("file:///", "names no directory: write file:///absolute/path"),
+        ("file:run42", "names no directory: write file:///absolute/path"),
+        ("file:///tmp/a?b", "has a '?' or '#', which would cut it short: write %3F or %23"),
+        ("file:///tmp/a#b", "has a '?' or '#', which would cut it short: write %3F or %23"),
+        ("file:///tmp/a%00b", "has a zero byte: take it out"),
+        ("tcp://127.0.0.1/run", "is incomplete: write tcp://host:port/name"),
+        ("tcp://127.0.0.1:29400", "is incomplete: write tcp://host:port/name"),
+        ("tcp://127.0.0.1:99999/run", "is incomplete: write tcp://host:port/name"),
+        ("tcp://127.0.0.1:29400/a/b", "is incomplete: write tcp://host:port/name"),
+        ("tcp://:29400/run", "is incomplete: write tcp://host:port/name"),
+        ("tcp://10.0.0.1:29400/run", "is open to the network: set WEIGHTWIRE_TOKEN on all"),
+        ("tcp://0.0.0.0:29400/run", "is open to the network: set WEIGHTWIRE_TOKEN on all"),
+        ("tcp://trainer0:29400/run", "is open to the network: set WEIGHTWIRE_TOKEN on all"),
+    ],
+)
+def test_a_wrong_url_is_a_config_error_that_shows_the_right_form(open_session, url, message):
+    with pytest.raises(ConfigError) as caught:
+        open_session(url, seconds=5)
+    assert message in str(caught.value).splitlines()[0]
+
+
+# ---------------------------------------------------------------------- file://
+
+
+def test_directories_and_files_are_private(tmp_path, open_session):
+    before = os.umask(0)
+    try:
+        session = open_session(f"file://{tmp_path}/session")
+        session.write("senders/000001/record", Lease(1))
+        session.put_blob(b"table")
+    finally:
+        os.umask(before)
+    found = [tmp_path / "session", *(tmp_path / "session").rglob("*")]
+    assert len(found) > 5
+    for path in found:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def test_a_missing_parent_directory_is_named(tmp_path, open_session):
+    with pytest.raises(SessionError) as caught:
+        open_session(f"file://{tmp_path}/not-mounted/session")
+    assert str(caught.value) == (
+        f"session directory {tmp_path}/not-mounted/session: its parent doesn't exist; "
+        "create it, or mount the shared filesystem"
+    )
+
+
+@pytest.mark.parametrize("where", ["below a file", "is a file", "/proc", "name too long"])
+def test_a_directory_that_cannot_be_made_is_named_with_the_reason(tmp_path, open_session, where):
+    file = tmp_path / "file"
+    file.touch()
+    path = {
+        "below a file": file / "session",
+        "is a file": file,
+        "/proc": Path("/proc/session"),
+        "name too long": tmp_path / ("x" * 300),
+    }[where]
+    with pytest.raises(SessionError) as caught:
+        open_session(f"file://{path}")
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith(f"session directory {path}")
+    assert "choose another" in first or "create it" in first
+
+
+def test_a_percent_encoded_path_is_decoded(tmp_path, open_session):
+    open_session(f"file://{tmp_path}/run%2042%3F").write("a", Lease(1))
+    assert (tmp_path / "run 42?").is_dir()
+
+
+def test_nothing_temporary_is_left_behind(tmp_path, open_session):
+    session = open_session(f"file://{tmp_path}/session")
+    session.write("a/b", Lease(1))
+    session.create("a/b", Lease(2))
+    session.create("a/c", Lease(2))
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_a_full_disk_is_a_session_error_that_names_the_record(tmp_path, open_session, monkeypatch):
+    session = open_session(f"file://{tmp_path}/session")
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(SessionError) as caught:
+        session.write("senders/000001/lease", Lease(1))
+    monkeypatch.undo()
+    assert str(caught.value) == (
+        f"session file://{tmp_path}/session: can't write record 'senders/000001/lease' (No space "
+        "left on device): check that the filesystem is mounted, writable and not full"
+    )
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_a_link_that_nfs_answers_twice_counts_as_made(tmp_path, monkeypatch):
+    store = FileStore(tmp_path / "session")
+    link = Path.hardlink_to
+
+    def retransmitted(self: Path, target: Path) -> None:
+        link(self, target)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(Path, "hardlink_to", retransmitted)
+    assert store.create("a", b"x")
+    assert not store.create("a", b"y")
+    assert store.get("a") == b"x"
+
+
+def test_writes_go_on_while_their_directory_is_being_deleted(tmp_path):
+    store = FileStore(tmp_path / "session")
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def delete() -> None:
+        while not stop.is_set():
+            store.delete_tree("versions/000001")
+
+    deleter = threading.Thread(target=delete)
+    deleter.start()
+    try:
+        for i in range(300):
+            store.put(f"versions/000001/{i}/applied", b"x", durable=False)
+    except SessionError as error:
+        failures.append(error)
+    finally:
+        stop.set()
+        deleter.join()
+    assert not failures
+
+
+# ---------------------------------------------------------------------- tcp://
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses on which a process listens, as the kernel says."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                raw = b"".join(
+                    bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)
+                )
+                found.append((socket.inet_ntop(family, raw), int(port, 16)))
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_without_a_token_the_server_listens_on_loopback_only(child, host):
+    served = child("serve", url=f"tcp://{host}:0/run").hear()
+    port = int(served["url"].rpartition(":")[2].partition("/")[0])
+    assert listening(served["pid"]) == [("127.0.0.1", port)]
+
+
+def test_an_ipv6_address_keeps_its_brackets(child, open_session):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    served = child("serve", url="tcp://[::1]:0/run").hear()
+    assert served["url"].startswith("tcp://[::1]:")
+    assert open_session(served["url"]).id == served["id"]
+
+
+def test_a_port_that_is_taken_is_named(open_session):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(SessionError) as caught:
+            open_session(f"tcp://127.0.0.1:{port}/run", serve=True)
+    assert str(caught.value) == (
+        f"session tcp://127.0.0.1:{port}/run can't be served: port {port} on 127.0.0.1: Address "
+        "already in use; choose a free port, or end the process that holds it"
+    )
+
+
+def assert_refused_in_time(open_session, url: str, seconds: float, **options: object) -> None:
+    began = time.monotonic()
+    with pytest.raises(SessionError) as caught:
+        open_session(url, seconds=seconds, **options)
+    assert time.monotonic() - began < seconds * 1.1 + 0.5
+    assert str(caught.value).splitlines()[0] == (
+        f"session {url} can't be reached (no answer within {seconds:g} s): "
+        "start the sender that serves it, or correct host and port"
+    )
+
+
+def test_nobody_at_the_port_is_an_error_within_the_deadline(open_session, free_port):
+    assert_refused_in_time(open_session, f"tcp://127.0.0.1:{free_port}/run", 1.0)
+
+
+def test_a_host_that_does_not_answer_is_an_error_within_the_deadline(open_session):
+    # 192.0.2.0/24 is set aside for examples: nobody answers, or the network says so at once.
+    assert_refused_in_time(open_session, "tcp://192.0.2.1:29400/run", 1.5, token="secret")
+
+
+def test_a_server_that_accepts_and_says_nothing_is_an_error_within_the_deadline(open_session):
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        assert_refused_in_time(open_session, f"tcp://127.0.0.1:{mute.getsockname()[1]}/run", 1.5)
+
+
+def test_a_stopped_server_is_an_error_and_lets_the_process_end(child):
+    server = child("serve", url="tcp://127.0.0.1:0/run")
+    asker = child("ask_stopped", url=server.hear()["url"])
+    asker.hear()
+    server.signal(signal.SIGSTOP)
+    asker.tell()
+    answer = asker.hear(30)
+    assert answer["error"] == "SessionError"
+    assert (
+        "can't be reached (read 'session': it doesn't answer): start the sender"
+        in (answer["message"])
+    )
+    assert answer["seconds"] < 6
+    assert asker.end(10) == 0
+
+
+def test_a_server_that_continues_is_used_again(child, open_session):
+    server = child("serve", url="tcp://127.0.0.1:0/run")
+    session = open_session(server.hear()["url"])
+    session.write("a", Lease(1))
+    server.signal(signal.SIGSTOP)
+    with pytest.raises(SessionError, match="doesn't answer"):
+        session.read("a", Lease)
+    server.signal(signal.SIGCONT)
+    assert session.read("a", Lease) == Lease(1)
+
+
+def test_a_server_that_is_gone_is_an_error(child, open_session):
+    server = child("serve", url="tcp://127.0.0.1:0/run")
+    session = open_session(server.hear()["url"])
+    server.kill()
+    began = time.monotonic()
+    with pytest.raises(SessionError, match="start the sender that serves it"):
+        session.read("a", Lease)
+    assert time.monotonic() - began < 6
+
+
+def test_two_names_on_one_server_are_two_sessions(child, open_session):
+    url = child("serve", url="tcp://127.0.0.1:0/run").hear()["url"]
+    first, second = open_session(url), open_session(url.replace("/run", "/other"))
+    assert first.id != second.id
+    first.write("a", Lease(1))
+    assert second.read("a", Lease) is None
+    assert second.children("a") == []
+
+
+def test_a_closed_session_says_so(session_url, open_session):
+    if session_url.startswith("file"):
+        pytest.skip("a directory holds nothing open")
+    session = open_session(session_url)
+    session.close()
+    session.close()
+    with pytest.raises(SessionError, match="is closed: open it again"):
+        session.read("a", Lease)
