@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -47,6 +48,10 @@ class Child:
             self._read += piece
         line, _, self._read = self._read.partition(b"\n")
         return json.loads(line)
+
+    def has_spoken(self) -> bool:
+        """Whether there is something to hear."""
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def tell(self, text: str = "go") -> None:
         self.process.stdin.write(f"{text}\n".encode())
@@ -93,12 +98,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.fixture(scope="session")
+def tcp_server() -> Iterator[str]:
+    """Address of a store that another process serves; each test takes a name of its own."""
+    server = Child("serve", url="tcp://127.0.0.1:0/server")
+    try:
+        yield server.hear()["url"].removesuffix("/server")
+    finally:
+        server.kill()
+
+
 @pytest.fixture(params=["file", "tcp"])
-def session_url(request, tmp_path: Path, child) -> str:
-    """A session of each scheme; that of ``tcp`` is served by another process."""
+def session_url(request, tmp_path: Path) -> str:
+    """A new session of each scheme."""
     if request.param == "file":
         return f"file://{tmp_path}/session"
-    return child("serve", url="tcp://127.0.0.1:0/run").hear()["url"]
+    return f"{request.getfixturevalue('tcp_server')}/{secrets.token_hex(6)}"
 
 
 @pytest.fixture(autouse=True)

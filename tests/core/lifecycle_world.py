@@ -524,6 +524,10 @@ class Receiver(Process):
         if self.machine.serving is not None:
             assert self.machine.tainted is None
             self._assert_holds(self.machine.serving, "its machine")
+        elif self.steps is None and len(set(self.weights.values())) > 1:
+            assert self.machine.tainted is not None, f"{self.name} holds a mixture in silence"
+            assert status["state"] == "tainted"
+            assert status["error"]["message"] == self.machine.tainted.message
 
     def _assert_holds(self, policy: Policy, who: str) -> None:
         assert set(self.weights.values()) == {policy}, (

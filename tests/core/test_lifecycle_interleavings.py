@@ -164,12 +164,20 @@ def test_a_receiver_that_was_replaced_while_stopped_says_so_and_harms_nobody(wor
     exchange(world, sender, successor)
 
 
-def test_a_sender_that_was_replaced_while_stopped_finishes_nothing(world):
+@pytest.mark.parametrize("steps", range(1, 5))
+@pytest.mark.parametrize("wait", ["published", "applied"])
+def test_a_sender_that_was_replaced_while_stopped_finishes_nothing(world, wait, steps):
     world = world("store")
-    sender = opened(sim.Sender, world, "sender")
-    sender.send("published", "fail")
-    for _ in range(3):
+    sender, receiver = opened(sim.Sender, world, "sender"), opened(sim.Receiver, world, "a")
+    receiver.receive()
+    sender.send(wait, "fail")
+    for _ in range(steps):
         sender.step()
+    if wait == "applied":
+        while receiver.steps is not None:
+            sender.step()
+            receiver.step()
+        assert sender.steps is not None
     sender.stopped = True
     for _ in range(8):
         world.tick()
@@ -195,10 +203,12 @@ def test_a_receiver_that_restarted_after_the_start_waits_for_the_next_version(wo
     receiver.crash()
     successor = opened(sim.Receiver, world, "a")
     successor.receive()
+    for _ in range(20):
+        successor.step()
+        assert successor.reading is None
     for _ in range(30):
         for process in (sender, successor, other):
             process.step()
-    assert successor.reading is None
     assert world.outcomes[sender.machine.last] is True
     assert other.machine.serving == sender.machine.last
 

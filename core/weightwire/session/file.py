@@ -105,8 +105,8 @@ class FileStore(SessionStore):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        except NotADirectoryError:
-            return
+        except (NotADirectoryError, IsADirectoryError):
+            return  # nothing was there when it was looked at; what came since stays
         except OSError as error:
             raise self._error("delete", prefix, error) from error
 

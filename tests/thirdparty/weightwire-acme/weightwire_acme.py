@@ -80,16 +80,15 @@ class Link:
         view = memoryview(data)
         while view:
             try:
-                count = operation(view)
+                if not (count := operation(view)):
+                    raise ConnectionResetError("it hung up")
             except BlockingIOError:
                 yield False
-                continue
             except OSError as error:
-                raise PeerLost(f"{self.who} can't be reached ({error}): is it alive?") from error
-            if count == 0:
-                raise PeerLost(f"{self.who} hung up: its own error says why; send again")
-            view = view[count:]
-            yield True
+                raise PeerLost(f"{self.who} is lost ({error}): its own error says why") from error
+            else:
+                view = view[count:]
+                yield True
 
     def send(self, data: bytes | memoryview) -> Steps[None]:
         return self.move(self.connection.send, data)
@@ -144,6 +143,8 @@ class AcmeSender(contract.SenderTransport):
         self._context = context
         self._secret = secrets.token_bytes(32)
         self._talks: Talks = {}
+        self._reads: dict[Reader, dict[int, set[int]]] = {}
+        self._lost: set[Reader] = set()
         self._held: list[Held | None] = []
         self._generation = 0
         try:
@@ -162,12 +163,12 @@ class AcmeSender(contract.SenderTransport):
         return msgspec.msgpack.encode((*self._listener.getsockname(), self._secret))
 
     def begin(self, offer: contract.Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
-        self._policy, self._lost = offer.policy, set[str]()
-        self._reads: dict[Reader, set[int]] = {}
-        for receiver_id, ranks in readers.items():
-            for rank, described in enumerate(ranks):
-                reads = decode(described, dict[int, set[int]], f"receiver {receiver_id!r}")
-                self._reads[receiver_id, rank] = reads.get(self._context.rank, set())
+        self._policy, self._lost = offer.policy, set()
+        self._reads = {
+            (receiver_id, rank): decode(described, dict[int, set[int]], f"receiver {receiver_id!r}")
+            for receiver_id, ranks in readers.items()
+            for rank, described in enumerate(ranks)
+        }
         self._talks[self._listener] = self._accept()
 
     def slot(self, group: int, nbytes: int) -> Tensor:
@@ -179,7 +180,8 @@ class AcmeSender(contract.SenderTransport):
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: contract.Seal) -> None:
         self._generation += 1
         key, memory = (self._policy, group), self._staged.numpy().data  # the tensors lie there
-        waiting = {reader for reader, groups in self._reads.items() if group in groups}
+        mine = self._context.rank
+        waiting = {reader for reader, reads in self._reads.items() if group in reads.get(mine, ())}
         held = Held(key, self._generation, memory, seal, waiting)
         self._held[self._generation % len(self._slots)] = held
 
@@ -189,7 +191,7 @@ class AcmeSender(contract.SenderTransport):
         self._hang_up()
 
     def lose(self, receiver_id: str) -> None:
-        self._lost.add(receiver_id)
+        self._lost |= {reader for reader in self._reads if reader[0] == receiver_id}
 
     def abort(self, error: BaseException) -> None:
         self._hang_up()
@@ -201,12 +203,12 @@ class AcmeSender(contract.SenderTransport):
     def _settle(self, index: int) -> None:
         """Answer readers until all have credited what is in a slot, and take it out."""
         if (held := self._held[index]) is not None:
-
-            def missing() -> list[str]:
-                waiting = sorted(reader for reader in held.waiting if reader[0] not in self._lost)
-                return [f"receiver {receiver_id!r} rank {rank}" for receiver_id, rank in waiting]
-
-            talk(self._context.watch, self._talks, f"credit for group {held.key[1]}", missing)
+            talk(
+                self._context.watch,
+                self._talks,
+                f"credit for group {held.key[1]}",
+                lambda: [f"receiver {r[0]!r} rank {r[1]}" for r in held.waiting - self._lost],
+            )
             self._held[index] = None
 
     def _hang_up(self) -> None:
@@ -216,13 +218,11 @@ class AcmeSender(contract.SenderTransport):
 
     def _accept(self) -> Steps[None]:
         while True:
-            try:
+            with contextlib.suppress(OSError):  # nobody is there
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody is there
-                yield False
-            else:
                 self._talks[connection] = self._serve(connection)
-                yield next(self._talks[connection], True)
+                next(self._talks[connection], None)
+            yield False
 
     def _serve(self, connection: socket.socket) -> Steps[None]:
         """One reader's conversation; what is wrong with it ends it, and nothing else."""

@@ -1,0 +1,313 @@
+"""Who is in a session: real processes that claim names, die, stop and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from weightwire.deadline import Deadline, Watch
+from weightwire.errors import SessionError, TransferTimeout
+from weightwire.session import membership, process
+from weightwire.session.lease import LeaseKeeper, LeaseObserver, Member
+from weightwire.session.records import Closed, Lease, MemberRecord, RankReport
+from weightwire.session.session import Session
+from weightwire.waiting import drive
+
+SENDER = {"kind": "senders", "member_id": "sender"}
+REPLICA = {"kind": "receivers/a", "member_id": "a"}
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path}/session"
+
+
+@pytest.fixture
+def session(url) -> Session:
+    return Session.open(url, deadline=Deadline(10))
+
+
+def watch(seconds: float = 10) -> Watch:
+    running = Watch()
+    running.start(Deadline(seconds))
+    return running
+
+
+def claim(session: Session, kind: str = "senders", *, clock=time.monotonic, **options) -> Member:
+    arguments = {"member_id": kind.split("/")[-1], "world_size": 1, "lease_ttl": 2.0, **options}
+    steps = membership.claim(
+        session, LeaseObserver(session, clock), kind, backend="memory", **arguments
+    )
+    return drive(steps, watch())
+
+
+# ---------------------------------------------------------------------- one name, one process
+
+
+@pytest.mark.parametrize(
+    ("who", "remedy"),
+    [
+        (SENDER, "end it, or use another session"),
+        (REPLICA, "end it, or use another receiver id"),
+    ],
+    ids=["sender", "receiver"],
+)
+def test_a_second_live_process_of_one_name_is_refused_naming_the_first(child, url, who, remedy):
+    first = child("member", url=url, **who).hear()
+    refused = child("member", url=url, **who).hear()
+    assert refused["error"] == "SessionError"
+    assert refused["message"].startswith(
+        f"session {url} has a live '{who['member_id']}' already (process {first['pid']} on "
+    )
+    assert refused["message"].endswith(f", incarnation 1): {remedy}")
+
+
+def test_two_receivers_with_different_ids_are_both_in(child, url, session):
+    for name in ("a", "b"):
+        child("member", url=url, kind=f"receivers/{name}", member_id=name).hear()
+    assert sorted(membership.live_members(session, LeaseObserver(session))) == ["a", "b"]
+
+
+def test_a_killed_process_of_this_host_is_replaced_at_once(child, url):
+    first = child("member", url=url, **SENDER, lease_ttl=600.0)
+    assert first.hear()["incarnation"] == 1
+    first.kill()
+    second = child("member", url=url, **SENDER, lease_ttl=600.0)
+    assert second.hear(20)["incarnation"] == 2
+
+
+def test_a_process_that_left_is_replaced_at_once(child, url):
+    first = child("member", url=url, **REPLICA, lease_ttl=600.0)
+    first.hear()
+    first.tell("leave")
+    assert first.end() == 0
+    assert child("member", url=url, **REPLICA, lease_ttl=600.0).hear(20)["incarnation"] == 2
+
+
+def test_a_dead_process_of_another_host_is_replaced_after_its_lease(child, url, session):
+    gone = child("claim_without_lease", url=url, **SENDER)
+    assert gone.hear()["incarnation"] == 1
+    assert gone.end() == 0
+    began = time.monotonic()
+    assert claim(session).incarnation == 2
+    assert 0.9 < time.monotonic() - began < 4  # its lease was 1 s
+
+
+def test_a_stopped_process_loses_its_name_after_its_lease_and_keeps_its_number(child, url):
+    first = child("member", url=url, **REPLICA, lease_ttl=0.5)
+    first.hear()
+    first.signal(signal.SIGSTOP)
+    second = child("member", url=url, **REPLICA, lease_ttl=0.5)
+    assert second.hear()["incarnation"] == 2
+    first.signal(signal.SIGCONT)
+    third = child("member", url=url, **REPLICA).hear()
+    assert "incarnation 2)" in third["message"]
+
+
+def test_claiming_waits_no_longer_than_the_callers_deadline(session, child, url):
+    stopped = child("member", url=url, **SENDER, lease_ttl=60.0)
+    stopped.hear()
+    stopped.signal(signal.SIGSTOP)
+    steps = membership.claim(
+        session,
+        LeaseObserver(session),
+        "senders",
+        member_id="sender",
+        world_size=1,
+        backend="memory",
+        lease_ttl=1.0,
+    )
+    with pytest.raises(TransferTimeout, match="no end of the lease of 'sender's predecessor"):
+        drive(steps, watch(0.5))
+
+
+def test_of_two_that_claim_at_once_one_wins_whatever_the_store_shows_half_made(session, tmp_path):
+    """A directory store shows an incarnation before its record is there."""
+    (tmp_path / "session" / "records" / "senders" / "000001").mkdir(parents=True)
+    assert claim(session).incarnation == 1
+
+
+def test_an_incarnation_whose_record_was_deleted_is_not_taken_again(session):
+    first = claim(session)
+    session.write(first.key("lease"), Lease(1))
+    session.delete(first.key("record"))
+    assert claim(session).incarnation == 2
+
+
+def test_old_incarnations_of_a_receiver_are_forgotten_and_those_of_a_sender_kept(session):
+    for kind in ("senders", "receivers/a"):
+        for _ in range(5):
+            membership.leave(session, claim(session, kind))
+    assert session.numbers("senders") == [1, 2, 3, 4, 5]
+    assert session.numbers("receivers/a") == [4, 5]
+
+
+# ---------------------------------------------------------------------- leases
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def remote(session: Session, ttl: float = 2.0) -> Member:
+    """A member of another host: only its lease tells whether it lives."""
+    record = MemberRecord(
+        "a", 1, 1, "memory", ttl, host="far", pid=1, process="", created=0.0, nonce=""
+    )
+    session.write("receivers/a/000001/record", record)
+    return Member("receivers/a", record)
+
+
+def test_a_member_is_dead_when_its_counter_stood_still_for_its_lease(session):
+    member, clock = remote(session), Clock()
+    observer = LeaseObserver(session, clock)
+    session.write(member.key("lease"), Lease(7))
+    assert observer.is_alive(member)
+    clock.now += 2.0
+    assert observer.is_alive(member)
+    clock.now += 0.1
+    assert not observer.is_alive(member)
+    session.write(member.key("lease"), Lease(8))
+    assert observer.is_alive(member)
+
+
+def test_a_counter_that_starts_again_still_counts_as_a_change(session):
+    member, clock = remote(session), Clock()
+    observer = LeaseObserver(session, clock)
+    session.write(member.key("lease"), Lease(7))
+    observer.is_alive(member)
+    clock.now += 3
+    session.write(member.key("lease"), Lease(1))
+    assert observer.is_alive(member)
+
+
+def test_a_member_that_never_renewed_gets_one_lease_of_time(session):
+    member, clock = remote(session), Clock()
+    observer = LeaseObserver(session, clock)
+    assert observer.is_alive(member)
+    clock.now += 2.1
+    assert not observer.is_alive(member)
+
+
+def test_a_member_that_closed_is_gone_at_once(session):
+    member = remote(session)
+    session.write(member.key("lease"), Lease(1))
+    session.write(member.key("closed"), Closed())
+    assert not LeaseObserver(session, Clock()).is_alive(member)
+
+
+def test_the_keeper_renews_runs_its_watch_and_ends_with_its_thread(session):
+    member, seen = remote(session, ttl=0.2), []
+    keeper = LeaseKeeper(session, member, lambda: seen.append(True))
+    keeper.start()
+    watch(10).until(lambda: len(seen) > 2, "renewals")
+    keeper.stop()
+    keeper.stop()
+    assert session.read(member.key("lease"), Lease).counter >= 3
+    assert not keeper._thread.is_alive()
+
+
+def test_a_store_that_is_away_for_a_moment_does_not_end_the_lease(session, monkeypatch, caplog):
+    member = remote(session, ttl=0.2)
+    put, failures = session.store.put, iter(range(2))
+
+    def away(key: str, value: bytes, *, durable: bool = True) -> None:
+        if next(failures, None) is not None:
+            raise SessionError("the store is away")
+        put(key, value, durable=durable)
+
+    keeper = LeaseKeeper(session, member)
+    keeper.start()
+    try:
+        monkeypatch.setattr(session.store, "put", away)
+        watch(10).until(
+            lambda: session.read(member.key("lease"), Lease).counter > 3, "renewals"
+        )
+    finally:
+        keeper.stop()
+    assert "the store is away" in caplog.text
+
+
+def test_a_process_knows_itself_and_its_dead(child, url):
+    assert not process.is_gone(process.identity())
+    assert not process.is_gone("")
+    assert not process.is_gone("another-boot/pid:[1]/1/1")
+    other = child("member", url=url, **SENDER)
+    pid = other.hear()["pid"]
+    start = process._start_time(pid)
+    identity = f"{process._host()}/{pid}/{start}"
+    assert not process.is_gone(identity)
+    assert process.is_gone(f"{process._host()}/{pid}/{int(start) + 1}"), "a number used again"
+    os.kill(pid, signal.SIGKILL)
+    watch(10).until(lambda: process.is_gone(identity), "end of the process, a zombie by now")
+    other.kill()
+    assert process.is_gone(identity)
+
+
+# ---------------------------------------------------------------------- ranks of one side
+
+
+def test_ranks_join_the_incarnation_of_their_rank_0_in_any_order(child, url):
+    ranks = [
+        child("member", url=url, **REPLICA, rank=rank, world_size=3) for rank in (2, 0, 1)
+    ]
+    assert [rank.hear()["incarnation"] for rank in ranks] == [1, 1, 1]
+
+
+def test_a_replica_with_a_missing_rank_is_not_in_and_says_who_is_missing(child, url, session):
+    missing = child("member", url=url, **REPLICA, rank=0, world_size=3, timeout=2.0)
+    joiner = child("member", url=url, **REPLICA, rank=2, world_size=3, timeout=2.0)
+    assert membership.live_members(session, LeaseObserver(session)) == {}
+    answer = missing.hear()
+    assert answer["error"] == "TransferTimeout"
+    assert answer["message"].startswith("no ranks of 'a' from rank 1 within 2 s: ")
+    assert "no confirmation of 'a' by its rank 0 from rank 0 within 2 s" in joiner.hear()["message"]
+
+
+def test_ranks_of_an_earlier_run_are_not_counted_for_the_next(child, url):
+    first = [child("member", url=url, **REPLICA, rank=r, world_size=2) for r in range(2)]
+    for rank in first:
+        rank.hear()
+    first[0].kill()
+    restarted = child("member", url=url, **REPLICA, rank=0, world_size=2, timeout=20.0)
+    stale = first[1]  # lives on, but belongs to the run whose rank 0 is dead
+    joined = child("member", url=url, **REPLICA, rank=1, world_size=2, timeout=20.0)
+    assert restarted.hear()["incarnation"] == 2
+    assert joined.hear()["incarnation"] == 2
+    assert stale.process.poll() is None
+
+
+def test_a_rank_waits_for_a_rank_0_of_its_own_world_size(child, url, session):
+    child("member", url=url, **REPLICA, rank=0, world_size=1).hear()
+    other = child("member", url=url, **REPLICA, rank=1, world_size=2, timeout=1.5)
+    assert other.hear()["message"].startswith(
+        "no rank 0 of 'a' with world size 2 (found one of 1) from rank 0 within 1.5 s: "
+    )
+
+
+def test_a_rank_that_joined_a_dead_incarnation_follows_its_rank_0_to_the_next(session):
+    first = claim(session, "receivers/a", world_size=2)
+    steps = membership.join(session, "receivers/a", rank=1, world_size=2, member_id="a")
+    next(steps)
+    assert session.numbers(first.key("ranks")) == [1]
+    session.write(first.key("closed"), Closed())
+    second = claim(session, "receivers/a", world_size=2)
+    next(steps)
+    assert session.numbers(second.key("ranks")) == [1]
+    drive(membership.confirm(session, second), watch())
+    assert drive(steps, watch()) == second
+
+
+def test_a_second_process_of_one_rank_does_not_join_the_same_incarnation(session):
+    first = claim(session, "receivers/a", world_size=2)
+    session.write(first.key("ranks", "1"), RankReport())
+    session.write(first.key("joined"), RankReport())
+    steps = membership.join(session, "receivers/a", rank=1, world_size=2, member_id="a")
+    with pytest.raises(TransferTimeout, match="no confirmation of 'a' by its rank 0"):
+        drive(steps, watch(0.3))

@@ -1,0 +1,79 @@
+"""Sharded trainers of real torch.distributed processes reach a receiver bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import weightwire
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from layouts import LAYOUTS, full_values, model  # noqa: E402
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path):
+    started: list[subprocess.Popen[str]] = []
+
+    def start(world: int) -> list[subprocess.Popen[str]]:
+        for rank in range(world):
+            script = [sys.executable, str(HERE / "trainer_rank.py")]
+            with (tmp_path / f"rank{rank}.log").open("w") as log:
+                started.append(
+                    subprocess.Popen(
+                        [*script, str(rank), str(world), str(tmp_path)],
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                    )
+                )
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, trainer, tmp_path):
+    ranks = trainer(world)
+    total = sum(tensor.nbytes for tensor in model().state_dict().values())
+    for number, layout in enumerate(LAYOUTS[world]):
+        mine = model()
+        with torch.no_grad():
+            for tensor in mine.state_dict().values():
+                tensor.fill_(-1)
+        with weightwire.open_receiver(
+            "memory",
+            session=f"file://{tmp_path / str(number)}",
+            target=mine,
+            receiver_id="replica-0",
+            timeout=60,
+        ) as receiver:
+            for version in (1, 2):
+                report = receiver.receive(minimum=version)
+                assert report.version == version
+                wanted = full_values(version)
+                for name, tensor in mine.state_dict().items():
+                    assert raw(tensor) == raw(wanted[name]), f"{layout}: {name}"
+                sent = [json.loads(rank.stdout.readline()) for rank in ranks]
+                assert {line["layout"] for line in sent} == {layout}
+                assert sum(line["nbytes"] for line in sent) == total
+                if layout in ("fsdp", "rows", "replicated", "plain"):
+                    # Nobody serves more than its share and the largest tensor's.
+                    largest = max(tensor.nbytes for tensor in mine.state_dict().values())
+                    assert max(line["nbytes"] for line in sent) <= total / world + largest
+    for rank in ranks:
+        assert rank.wait(30) == 0, (tmp_path / "rank0.log").read_text()

@@ -1,0 +1,111 @@
+"""One rank of a real torch.distributed trainer that sends sharded weights; run as a process.
+
+Arguments: rank, world size, directory.  For each layout that fits the world size
+it sends two versions in a session of its own and prints one JSON line a version.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from layouts import LAYOUTS, full_values, model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import weightwire
+from weightwire.sources import WeightSource, as_source
+
+
+def shard_all(built: nn.Module, mesh: DeviceMesh, dim: int | None) -> dict[str, torch.Tensor]:
+    """Every tensor with ``dim`` sharded along it, the others replicated."""
+    placed = {}
+    for name, tensor in built.state_dict().items():
+        fits = dim is not None and dim < tensor.dim()
+        placed[name] = distribute_tensor(tensor, mesh, [Shard(dim) if fits else Replicate()])
+    return placed
+
+
+def fully_sharded(built: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in built:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **({} if mesh is None else {"mesh": mesh}))
+    return built
+
+
+def tensor_parallel(built: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    return parallelize_module(built, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+class Current(WeightSource):
+    """A trainer that makes its sharded model anew for each version."""
+
+    def __init__(self) -> None:
+        self.built: nn.Module | dict[str, torch.Tensor] = {}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return as_source(self.built).tensors()
+
+
+def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor]:
+    world = dist.get_world_size()
+    flat = DeviceMesh("cpu", list(range(world)))
+    built = model()
+    built.load_state_dict(full_values(version))
+    match layout:
+        case "plain":
+            return built
+        case "fsdp":
+            return fully_sharded(built, None)
+        case "rows":
+            return shard_all(built, flat, 0)
+        case "columns":
+            return shard_all(built, flat, 1)
+        case "replicated":
+            return shard_all(built, flat, None)
+        case "hsdp":
+            mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+            return fully_sharded(built, mesh)
+        case "fsdp x tp":
+            mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "tp"))
+            return fully_sharded(tensor_parallel(built, mesh["tp"]), mesh["fsdp"])
+    raise AssertionError(layout)
+
+
+def main() -> None:
+    rank, world, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory / 'trainer'}", rank=rank, world_size=world
+    )
+    for number, layout in enumerate(LAYOUTS[world]):
+        source = Current()
+        with weightwire.open_sender(
+            "memory",
+            session=f"file://{directory / str(number)}",
+            source=source,
+            group=dist.group.WORLD,
+            verify="full",
+            group_bytes=2000,
+            timeout=60,
+        ) as sender:
+            for version in (1, 2):
+                source.built = build(layout, version)
+                report = sender.send(version)
+                print(json.dumps({"layout": layout, "nbytes": report.nbytes}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
