@@ -230,8 +230,15 @@ class SenderTransport(ABC):
             group: index into the table's groups.
             tensors: by tensor index, contiguous, of the wire dtype and of the
                 shape of the shard this rank owns.  They lie in the slot when
-                there is one; otherwise they are unchanged until ``put`` returns.
+                there is one; otherwise they are unchanged until ``settle`` or
+                ``finish`` returns.
             seal: to be handed to whoever fetches this part.
+        """
+
+    def settle(self) -> None:
+        """Return when every tensor handed to ``put`` may change.
+
+        Called before core reuses memory that it handed to ``put``.
         """
 
     @abstractmethod

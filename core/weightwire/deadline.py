@@ -128,7 +128,10 @@ class Watch:
                 self._wake.clear()
 
     def check(
-        self, waiting_for: str = "the version", missing: Sequence[str] = (), grace: float = 0.0
+        self,
+        waiting_for: str = "end of the transfer",
+        missing: Sequence[str] = (),
+        grace: float = 0.0,
     ) -> None:
         """Raise if a peer failed, the caller was cancelled or the deadline passed.
 

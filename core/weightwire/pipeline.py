@@ -82,7 +82,7 @@ class SendPlan:
             with phases.timed("wait"):
                 slot = transport.slot(group, layout.nbytes)
             with phases.timed("stage"), torch.no_grad():
-                staged = self._stage(layout, tensors, slot, capabilities)
+                staged = self._stage(layout, tensors, slot, transport, capabilities)
             with phases.timed("verify"):
                 digests = self._digests(layout, staged, verify, version)
             with phases.timed("announce"):
@@ -97,6 +97,7 @@ class SendPlan:
         layout: SlotLayout,
         tensors: Mapping[str, Tensor],
         slot: Tensor | None,
+        transport: SenderTransport,
         capabilities: Capabilities,
     ) -> dict[int, Tensor]:
         staged: dict[int, Tensor] = {}
@@ -117,6 +118,7 @@ class SendPlan:
                 copies.append((i, place))
         if copies:
             if slot is None:
+                transport.settle()  # it may still send from the buffer's last content
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
                 slot = self._scratch.take(size)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]

@@ -294,6 +294,7 @@ class WeightSender(Handle):
                 self._agreement.tell("start", b"", error)
                 self._agreement.fail("sent", error)
             self._agreement.tell("outcome", b"", error)
+        self._retire()  # an aborted version may have been published
 
     def _finished_report(self, report: Report, phases: Phases, began: float) -> Report:
         return replace(report, seconds=time.perf_counter() - began, phases=dict(phases.seconds))

@@ -7,6 +7,7 @@ go through all positions of one crash, or of one or two switches between process
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import lifecycle_world as sim
@@ -87,11 +88,15 @@ def test_a_version_is_never_dropped_under_a_reader_that_is_about_to_begin(world,
 
 
 @pytest.mark.parametrize("operation", range(OPERATIONS))
-def test_a_version_is_never_dropped_under_a_reader_that_begins_meanwhile(world, operation):
+@pytest.mark.parametrize("by", ["its sender", "the next sender"])
+def test_a_version_is_never_dropped_under_a_reader_that_begins_meanwhile(world, by, operation):
     world = world("store")
     sender, receiver = opened(sim.Sender, world, "sender"), opened(sim.Receiver, world, "a")
     sender.send("published", "fail")
     finish(sender)
+    if by == "the next sender":
+        sender.crash()
+        sender = opened(partial(sim.Sender, resume_from=1), world, "sender")
     receiver.receive()
     for _ in range(2):
         receiver.step()  # planned; its next step says that it reads, and looks for the mark

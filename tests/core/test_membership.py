@@ -120,7 +120,7 @@ def test_claiming_waits_no_longer_than_the_callers_deadline(session, child, url)
         backend="memory",
         lease_ttl=1.0,
     )
-    with pytest.raises(TransferTimeout, match="no end of the lease of 'sender's predecessor"):
+    with pytest.raises(TransferTimeout, match="no end of the lease of the previous 'sender' within 0"):
         drive(steps, watch(0.5))
 
 

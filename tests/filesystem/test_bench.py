@@ -9,7 +9,7 @@ from weightwire_filesystem import bench
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
 def test_the_benchmark_measures_verified_transfers(tmp_path):
-    (figures,) = bench.run(4_000_000, [tmp_path], repeats=1, threads=2)
+    figures = bench.run(4_000_000, [tmp_path], repeats=1, threads=2)
     assert figures["backend"] == "filesystem"
     assert figures["tensors"] == 84
     assert abs(figures["nbytes"] - 4_000_000) < 40_000

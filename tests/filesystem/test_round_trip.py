@@ -69,7 +69,6 @@ def test_deferred_puts_give_the_same_version(open_sender, open_receiver):
     tensors = rig.weights()
     table = rig.make_table(tensors)
     sender = open_sender(table)
-    sender.defers = True
     offer = rig.send(sender, table, tensors, 1)
     receiver = open_receiver(table)
     receiver.begin(offer)
@@ -81,7 +80,6 @@ def test_settled_tensors_may_change(open_sender, open_receiver):
     tensors = rig.weights()
     table = rig.make_table(tensors)
     sender = open_sender(table)
-    sender.defers = True
     offer = rig.offer_of(table, 1, [sender])
     sender.begin(offer, {})
     for number, group in enumerate(table.groups):

@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 import xxhash
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 import weightwire
@@ -43,29 +45,54 @@ from weightwire_filesystem.workers import Workers, shared
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "show"]
 
 _LAYERS = 9
 _RAW_CALL_NBYTES = 4 << 20
 _TIMEOUT = 600.0
 
 
-def run(
-    nbytes: int, directories: list[Path], repeats: int, threads: int | None
-) -> list[dict[str, Any]]:
+def run(nbytes: int, directories: list[Path], repeats: int, threads: int | None) -> dict[str, Any]:
     """Measure transfers of a model of about ``nbytes`` through each directory.
 
     Args:
         nbytes: payload, in bytes; bfloat16, 84 tensors with Llama's proportions.
-        directories: where to write, such as a tmpfs and a disk.
+        directories: where to write; a tmpfs and the current directory unless given.
         repeats: measured rounds, after one to warm up.
         threads: for the transfer and the raw costs alike; None for the default.
 
     Returns:
-        For each directory its figures, in seconds and bytes, ready for JSON.
+        The first directory's figures, in seconds and bytes, and under
+        ``"directories"`` those of each; ready for JSON.
     """
+    usual = [Path("/dev/shm"), Path.cwd()]  # noqa: S108 -- a tmpfs, where there is one
+    directories = directories or [path for path in usual if path.is_dir()]
     shapes = _llama(nbytes // 2)
-    return [_measure(shapes, directory, repeats, threads) for directory in directories]
+    figures = [_measure(shapes, directory, repeats, threads) for directory in directories]
+    return {**figures[0], "directories": figures}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print figures for a person."""
+    table = Table(title=f"filesystem, {result['nbytes'] / 1e9:.2f} GB", title_justify="left")
+    table.add_column("seconds, median", no_wrap=True)
+    for figures in result["directories"]:
+        table.add_column(figures["directory"], justify="right")
+    rows: dict[str, list[str]] = {}
+    for figures in result["directories"]:
+        seconds = figures["seconds"]
+        spread = f"{seconds['median']:.3f} ({seconds['min']:.3f} to {seconds['max']:.3f})"
+        rows.setdefault("publish + apply", []).append(spread)
+        for name, value in figures["raw"].items():
+            rows.setdefault(name, []).append(f"{value:.3f}")
+        rows.setdefault("GB/s", []).append(f"{figures['gbps']:.2f}")
+        rows.setdefault("times raw write + read", []).append(f"{figures['times_raw']:.2f}")
+        faster = f"{figures['times_faster_than_safetensors']:.2f}"
+        rows.setdefault("times faster than safetensors", []).append(faster)
+        rows.setdefault("peak extra MB", []).append(f"{figures['peak_extra_bytes'] / 1e6:.1f}")
+    for name, values in rows.items():
+        table.add_row(name, *values)
+    Console().print(table)
 
 
 def _measure(
@@ -435,9 +462,7 @@ def main() -> None:
         shapes = {name: tuple(shape) for name, shape in setup["shapes"].items()}
         _EngineProcess(Path(setup["work"]), shapes, setup["threads"]).serve()
         return
-    usual = [Path("/dev/shm"), Path.cwd()]  # noqa: S108 -- a tmpfs, where there is one
-    directories = options.directories or [path for path in usual if path.is_dir()]
-    figures = run(options.nbytes, directories, options.repeats, options.threads)
+    figures = run(options.nbytes, options.directories or [], options.repeats, options.threads)
     print(json.dumps(figures, indent=2))  # noqa: T201 -- the result
 
 

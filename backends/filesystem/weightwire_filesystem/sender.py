@@ -50,17 +50,12 @@ class FilesystemSender(SenderTransport):
     checkpoint files and the manifest, syncs them and the directory, renames it
     to its final name, and syncs the parent.  Until the rename nothing is visible.
 
-    Attributes:
-        defers: if True, ``put`` only queues a group, and its tensors must not
-            change before ``settle`` or ``finish`` returns; groups with few large
-            tensors are then written beside their neighbours.  If False, ``put``
-            returns when it has written.
+    ``put`` only queues a group, so that groups with few large tensors are
+    written beside their neighbours.
 
     Raises:
         ConfigError: no directory, or one that can't be written.
     """
-
-    defers = False
 
     def __init__(self, context: Context, config: FilesystemConfig) -> None:
         self.keep = config.keep
@@ -163,11 +158,8 @@ class FilesystemSender(SenderTransport):
         version.seals[group] = seal
         if total > _ALONE_NBYTES:
             self._workers.start(version.take)
-        if not self.defers:
-            self.settle()
 
     def settle(self) -> None:
-        """Return when every tensor handed to ``put`` has been written and may change."""
         version = self._running()
         with files.explained("can't write to", version.staging):
             self._workers.join(version.take)

@@ -106,7 +106,7 @@ def _refuse_if_alive(
                 f"{record.host}, incarnation {record.incarnation}): end it, or use another "
                 f"{'session' if current.kind == 'senders' else 'receiver id'}"
             )
-        yield Waiting(f"end of the lease of {member_id!r}'s predecessor", ())
+        yield Waiting(f"end of the lease of the previous {member_id!r}", ())
 
 
 def _forget_incarnation(session: Session, kind: str, incarnation: int) -> None:
