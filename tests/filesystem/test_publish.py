@@ -359,7 +359,8 @@ def test_a_passed_deadline_ends_put_and_fetch(open_sender, open_receiver):
     receiver = open_receiver(table, timeout=0.05)
     receiver.begin(offer)
     time.sleep(0.06)
+    rig.put_all(late, table, tensors)
     with pytest.raises(TimeoutError):
-        rig.put_all(late, table, tensors)
+        late.settle()
     with pytest.raises(TimeoutError):
         rig.fetch_all(receiver, table, rig.whole(table))

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BAD", "Bad", "write_projects"]
+__all__ = ["BAD", "HANGS", "Bad", "write_projects"]
 
 GOOD = """
 import time
@@ -115,8 +115,8 @@ BAD = (
     ),
 )
 
-IMPOSTOR = "impostor"
-"""A distribution of this name claims the backend ``acme`` and the session scheme ``sqlite``."""
+HANGS = "pigeon-hangs"
+"""Installed apart: who lists all backends waits for it."""
 
 OBSERVER = """
 import weightwire
@@ -141,14 +141,14 @@ def weightwire_describe_session_scheme():
 
 def write_projects(directory: Path) -> list[Path]:
     """Their sources, each an installable project."""
-    projects = []
+    projects: list[Path] = []
     for bad in BAD:
         old, new = bad.change
         body = GOOD.format(name=bad.name)
         assert old in body
         projects.append(_write(directory, f"pigeon-{bad.name}", bad.name, body.replace(old, new)))
     impostor = GOOD.format(name="acme") + SCHEME
-    projects.append(_write(directory, f"pigeon-{IMPOSTOR}", IMPOSTOR, impostor))
+    projects.append(_write(directory, "pigeon-impostor", "impostor", impostor))
     projects.append(_write(directory, "pigeon-observer", "observer", OBSERVER))
     return projects
 

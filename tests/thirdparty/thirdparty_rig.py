@@ -7,6 +7,7 @@ JSON lines on a socket, one at a time, and answers each with one line.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 HERE = Path(__file__).parent
@@ -35,6 +37,17 @@ def install(target: Path, *projects: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return target
+
+
+def load(path: Path) -> ModuleType:
+    """Import a module from its file, without installing it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def environment(*sites: Path) -> dict[str, str]:

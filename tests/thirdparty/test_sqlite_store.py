@@ -1,0 +1,127 @@
+"""The session store of a third party: every operation atomic, and errors that say what to do."""
+
+from __future__ import annotations
+
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import urlsplit
+
+import pytest
+from thirdparty_rig import HERE, load
+
+from weightwire import ConfigError, SessionError
+from weightwire.deadline import Deadline
+from weightwire.session import OpenRequest, SessionStore
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    return load(HERE / "weightwire-sqlite" / "weightwire_sqlite.py")
+
+
+def opened(plugin: ModuleType, url: str) -> SessionStore:
+    scheme = plugin.weightwire_describe_session_scheme()
+    return scheme.open(OpenRequest(urlsplit(url), False, False, Deadline(5)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run 42.db"
+
+
+@pytest.fixture
+def stores(plugin: ModuleType, path: Path) -> Iterator[list[SessionStore]]:
+    """Connections to one file, as several processes have them."""
+    url = f"sqlite://{path}".replace(" ", "%20")
+    stores = [opened(plugin, url) for _ in range(4)]
+    yield stores
+    for store in stores:
+        store.close()
+        store.close()
+
+
+def test_a_record_is_replaced_deleted_and_listed(stores: list[SessionStore]) -> None:
+    one, other, *_ = stores
+    for key in ("a/b", "a/b/c/d", "a/b/e", "a/b-x", "a/b.x/y", "a/b0/z"):
+        one.put(key, key.encode(), durable=key != "a/b/e")
+    one.put("a/b/e", b"\0new")
+    assert other.get("a/b/e") == b"\0new"
+    assert other.get("a/b/none") is None
+    assert other.children("a") == ["b", "b-x", "b.x", "b0"]
+    assert other.children("a/b") == ["c", "e"]
+    assert other.children("nothing") == []
+    other.delete("a/b-x")
+    other.delete("a/b-x")
+    other.delete_tree("a/b")
+    assert one.children("a") == ["b.x", "b0"]
+    assert one.get("a/b") is None
+
+
+def test_of_several_creators_exactly_one_succeeds(stores: list[SessionStore]) -> None:
+    won: list[tuple[str, int]] = []
+    barrier = threading.Barrier(len(stores))
+
+    def create(i: int) -> None:
+        for n in range(20):
+            barrier.wait()
+            if stores[i].create(f"claim/{n}", bytes([i])):
+                won.append((f"claim/{n}", i))
+
+    threads = [threading.Thread(target=create, args=(i,)) for i in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(key for key, _ in won) == sorted(f"claim/{n}" for n in range(20))
+    assert all(stores[0].get(key) == bytes([i]) for key, i in won)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX file modes")
+def test_the_file_and_its_logs_are_private(stores: list[SessionStore], path: Path) -> None:
+    stores[0].put("a", b"b")
+    files = [file for file in path.parent.iterdir() if file.name.startswith(path.name)]
+    assert len(files) == 3
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+def test_a_deleted_file_is_noticed(stores: list[SessionStore], path: Path) -> None:
+    path.unlink()
+    with pytest.raises(SessionError, match="was its file deleted"):
+        stores[0].get("a")
+    path.touch()
+    with pytest.raises(SessionError, match="was its file deleted"):
+        stores[0].put("a", b"b", durable=False)
+
+
+def test_a_closed_store_says_so(stores: list[SessionStore]) -> None:
+    stores[0].close()
+    with pytest.raises(SessionError, match="is closed"):
+        stores[0].get("a")
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("sqlite://host/run.db", ConfigError),
+        ("sqlite:///", ConfigError),
+        ("sqlite:run.db", ConfigError),
+        ("sqlite:///nowhere/at/all/run.db", SessionError),
+        ("sqlite:///dev/null", SessionError),
+    ],
+)
+def test_what_cannot_be_opened_is_named(
+    plugin: ModuleType, url: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="sqlite:"):
+        opened(plugin, url)
+
+
+def test_a_file_of_another_kind_is_left_alone(plugin: ModuleType, path: Path) -> None:
+    path.write_text("my diary, " * 1000)
+    with pytest.raises(SessionError, match="not a database"):
+        opened(plugin, f"sqlite://{path}".replace(" ", "%20"))
+    assert path.read_text() == "my diary, " * 1000
