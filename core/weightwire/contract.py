@@ -91,6 +91,9 @@ class Capabilities:
             if False, whole tensors travel and are cut on arrival.
         lands_in_place: if True, bytes may land in the target's own memory; if
             False, core copies them from the transport's slot.
+        whole_tensors: if True, each tensor lies on one trainer rank when it is put:
+            core moves the shards of others there first, group by group; if False,
+            each rank puts what it holds.
         elastic: if True, a changed roster costs the others nothing; if False,
             they form a new group first.
         devices: torch device types whose tensors can be sent and received.
@@ -105,6 +108,7 @@ class Capabilities:
     ranged_reads: bool
     lands_in_place: bool
     elastic: bool
+    whole_tensors: bool = False
     devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
     max_receivers: int | None = None
     max_tensor_nbytes: int | None = None
@@ -164,6 +168,8 @@ class Context:
         incarnation: this member's incarnation.
         overlap: if True, hold two slots.
         watch: every wait goes through it.
+        goes_on_without_lost: if True, a reader that gives a version up is dropped from it;
+            if False, that ends the version for everybody.
     """
 
     config: BackendConfig
@@ -176,6 +182,7 @@ class Context:
     incarnation: int
     overlap: bool
     watch: Watch
+    goes_on_without_lost: bool = False
 
 
 class SenderTransport(ABC):

@@ -8,7 +8,7 @@ land them where they belong, there is no slot at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTra
 from weightwire.deadline import Watch
 from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
 from weightwire.errors import VerificationError
+from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
 from weightwire.report import Phases
 from weightwire.table import Region, TensorTable
@@ -45,18 +46,24 @@ class _Scratch:
 
 
 class SendPlan:
-    """What one trainer rank sends, group by group: made once per table."""
+    """What one trainer rank sends, group by group: made once per table.
 
-    def __init__(self, table: TensorTable, rank: int) -> None:
+    Args:
+        exchange: how tensors that are cut over several ranks come together first.
+    """
+
+    def __init__(self, table: TensorTable, rank: int, exchange: ExchangePlan | None = None) -> None:
         self.table = table
-        self._groups: list[tuple[int, SlotLayout]] = []
+        self._exchange = exchange
+        self._groups: list[tuple[int, SlotLayout, tuple[Piece, ...]]] = []
         for group in range(len(table.groups)):
             layout = slot_layout(table, group, rank)
-            if layout.places:
-                self._groups.append((group, layout))
+            pieces = exchange.of_group(group) if exchange is not None else ()
+            if layout.places or any(rank in (piece.holder, piece.owner) for piece in pieces):
+                self._groups.append((group, layout, pieces))
         self._keys = [tensor_key(entry.name) for entry in table.tensors]
         self.nbytes = sum(
-            place.nbytes for _, layout in self._groups for place in layout.places.values()
+            place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
         )
         self._scratch = _Scratch()
 
@@ -65,6 +72,7 @@ class SendPlan:
         tensors: Mapping[str, Tensor],
         transport: SenderTransport,
         capabilities: Capabilities,
+        exchange: Exchange,
         *,
         version: int,
         verify: Verify,
@@ -77,12 +85,18 @@ class SendPlan:
             tensors: this rank's tensors by name; of a shard's shape where it is one.
         """
         total = 0
-        for group, layout in self._groups:
+        for group, layout, pieces in self._groups:
             watch.check(f"group {group}")
             with phases.timed("wait"):
-                slot = transport.slot(group, layout.nbytes)
+                slot = transport.slot(group, layout.nbytes) if layout.places else None
             with phases.timed("stage"), torch.no_grad():
-                staged = self._stage(layout, tensors, slot, transport, capabilities)
+                assembled = {p.tensor for p in pieces} & layout.places.keys()
+                staged = self._stage(layout, assembled, tensors, slot, transport, capabilities)
+                if pieces:
+                    whole = {i: staged[i] for i in assembled}
+                    exchange.move(self.table, pieces, tensors, whole)
+            if not layout.places:
+                continue  # this rank only gave its shards to others
             with phases.timed("verify"):
                 digests = self._digests(layout, staged, verify, version)
             with phases.timed("announce"):
@@ -95,14 +109,19 @@ class SendPlan:
     def _stage(
         self,
         layout: SlotLayout,
+        assembled: Set[int],
         tensors: Mapping[str, Tensor],
         slot: Tensor | None,
         transport: SenderTransport,
         capabilities: Capabilities,
     ) -> dict[int, Tensor]:
+        """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
         staged: dict[int, Tensor] = {}
         copies: list[tuple[int, Place]] = []
         for i, place in layout.places.items():
+            if i in assembled:
+                copies.append((i, place))
+                continue
             tensor = tensors[self.table.tensors[i].name]
             as_it_lies = (
                 slot is None
@@ -122,9 +141,12 @@ class SendPlan:
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
                 slot = self._scratch.take(size)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
-            views = [place.view(slot) for _, place in copies]
-            torch._foreach_copy_(views, [tensors[self.table.tensors[i].name] for i, _ in copies])
-            staged.update(zip((i for i, _ in copies), views, strict=True))
+            views = {i: place.view(slot) for i, place in copies}
+            here = [i for i in views if i not in assembled]
+            if here:
+                values = [tensors[self.table.tensors[i].name] for i in here]
+                torch._foreach_copy_([views[i] for i in here], values)
+            staged.update(views)
         return staged
 
     def _digests(

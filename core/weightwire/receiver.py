@@ -15,6 +15,7 @@ from weightwire.deadline import Deadline, calling
 from weightwire.errors import (
     AuthenticationError,
     HandleError,
+    PeerLost,
     SessionError,
     WeightWireError,
 )
@@ -73,6 +74,7 @@ class WeightReceiver(Handle):
 
     def _open(self, deadline: Deadline) -> None:
         self._joined = False
+        self._gone: SessionError | None = None
         self._session = Session.open(self._url, deadline=deadline, token=self._options.token)
         with contextlib.ExitStack() as undo:
             undo.callback(self._session.close)
@@ -137,6 +139,8 @@ class WeightReceiver(Handle):
         if self._joined:
             self._joined = False
             close_all(self._keeper.stop, self._transport.close, self._session.close)
+            if self._gone is not None:
+                self._watch.forgive(self._gone)  # what the keeper saw is why we are here
         self._open(self._watch.deadline)
         self._machine.tainted = tainted
 
@@ -381,16 +385,26 @@ class WeightReceiver(Handle):
 
     def _look_around(self) -> None:
         """On the lease's thread: end a running transfer whose sender is gone."""
-        if not self._session.store.outlives_members and self._session.is_replaced():
-            self._watch.fail(
-                SessionError(f"session {self._session.url} was made anew: receive its version")
-            )
         attempt = self._attempt
-        if attempt is None or attempt.offer is None or self._backend.capabilities.flow == "store":
-            return
-        failure = self._machine.sender_failure(attempt.offer)
-        if failure is not None:
-            self._watch.fail(failure)
+        moving = (
+            attempt is not None
+            and attempt.offer is not None
+            and self._backend.capabilities.flow != "store"
+        )
+        try:
+            if not self._session.store.outlives_members and self._session.is_replaced():
+                self._gone = SessionError(
+                    f"session {self._session.url} was made anew: receive its version"
+                )
+                self._watch.fail(self._gone)
+            elif moving:
+                failure = self._machine.sender_failure(attempt.offer)
+                if failure is not None:
+                    self._watch.fail(failure)
+        except SessionError as error:
+            if not moving or self._session.store.outlives_members:
+                raise
+            self._watch.fail(PeerLost(f"the sender is gone, and its session with it: {error}"))
 
     # ---------------------------------------------------------------------- closing
 

@@ -23,7 +23,7 @@ from weightwire.waiting import Act, Run, Steps, drive
 __all__ = ["Attempt", "Replica"]
 
 _GO, _AGAIN = b"go", b"again"
-_ROLLBACK_SECONDS = 0.4
+_ROLLBACK_SECONDS = 0.15
 """How long ranks wait for each other's roll-back beyond the call's deadline."""
 
 

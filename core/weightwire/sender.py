@@ -92,6 +92,7 @@ class WeightSender(Handle):
             self._ours = TrainerRank(
                 self._backend,
                 self._session,
+                self._member,
                 self._agreement,
                 self._transport,
                 self._source,
@@ -129,6 +130,7 @@ class WeightSender(Handle):
                 incarnation=self._member.incarnation,
                 overlap=self._options.overlap,
                 watch=self._watch,
+                goes_on_without_lost=self._goes_on_without_lost,
             )
         )
 
@@ -302,7 +304,11 @@ class WeightSender(Handle):
     # ---------------------------------------------------------------------- watching
 
     def _look_around(self) -> None:
-        """On the lease's thread: end a running transfer whose peers are gone."""
+        """On the lease's thread: end a running call when another sender has taken over, and a
+        running transfer when its peers are gone."""
+        superseded = self._machine.supersession()
+        if superseded is not None:
+            self._watch.fail(superseded)
         offer = self._sending
         if offer is None or self._backend.capabilities.flow == "store":
             return
@@ -442,7 +448,7 @@ def open_sender(
         world_size=world_size,
         token=token,
         wire_dtype=wire_dtype,
-        keep_dtype=tuple(keep_dtype),
+        keep_dtype=(keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype),
         group_bytes=group_bytes,
         verify=verify,
         overlap=overlap,

@@ -17,7 +17,7 @@ __all__ = ["build_table"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def build_table(specs: Sequence[Spec], group_bytes: int) -> TensorTable:
+def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False) -> TensorTable:
     """The table of what the ranks hold together; every rank computes the same one.
 
     A box that several ranks hold is served by one of them: the bytes are spread
@@ -26,6 +26,7 @@ def build_table(specs: Sequence[Spec], group_bytes: int) -> TensorTable:
     Args:
         specs: by trainer rank.
         group_bytes: budget of a transfer group.
+        whole: each tensor is served by one rank, whoever holds its shards.
 
     Raises:
         TableMismatch: ranks disagree on a tensor, or its boxes don't tile it.
@@ -66,7 +67,31 @@ def build_table(specs: Sequence[Spec], group_bytes: int) -> TensorTable:
         ties=ties,
     )
     table.validate()
-    return table
+    if not whole or all(len(entry.shards) == 1 for entry in tensors):
+        return table
+    gathered = _gather(tensors, len(specs))
+    return msgspec.structs.replace(table, tensors=gathered)
+
+
+def _gather(entries: Sequence[TensorEntry], world_size: int) -> tuple[TensorEntry, ...]:
+    """Give each tensor that is cut one owner; those that are whole stay where they are."""
+    loads = [0] * world_size
+    for entry in entries:
+        if len(entry.shards) == 1:
+            loads[entry.shards[0].owner] += entry.nbytes
+    owners: dict[int, int] = {}
+    cut = [i for i, entry in enumerate(entries) if len(entry.shards) > 1]
+    for i in sorted(cut, key=lambda i: (-entries[i].nbytes, i)):
+        owners[i] = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        loads[owners[i]] += entries[i].nbytes
+    return tuple(
+        msgspec.structs.replace(
+            entry, shards=(Shard(owners[i], (0,) * len(entry.shape), entry.shape),)
+        )
+        if i in owners
+        else entry
+        for i, entry in enumerate(entries)
+    )
 
 
 def _spread(

@@ -109,8 +109,8 @@ class MappingTarget(WeightTarget):
         untouched: Iterable[str] = (),
     ) -> None:
         self._mapping = mapping
-        self._unused = tuple(unused)
-        self._untouched = tuple(untouched)
+        self._unused = (unused,) if isinstance(unused, str) else tuple(unused)
+        self._untouched = (untouched,) if isinstance(untouched, str) else tuple(untouched)
         self._table: TensorTable | None = None
         self._destinations: dict[int, list[Tensor]] = {}
         self._written = False

@@ -10,10 +10,12 @@ import msgspec
 from weightwire.contract import Backend, Offer, SenderTransport, Wait
 from weightwire.deadline import Watch
 from weightwire.errors import ConfigError, SessionError, TableMismatch, UnsupportedOperation
+from weightwire.exchange import Exchange, ExchangePlan
 from weightwire.options import SenderOptions
 from weightwire.pipeline import SendPlan, combine
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
+from weightwire.session.lease import Member
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
 from weightwire.table import TensorTable
@@ -50,6 +52,7 @@ class TrainerRank:
         self,
         backend: Backend,
         session: Session,
+        member: Member,
         agreement: Agreement,
         transport: SenderTransport,
         source: WeightSource,
@@ -67,6 +70,8 @@ class TrainerRank:
         self._watch = watch
         self._plan: SendPlan | None = None
         self._sending = False
+        self._exchange = Exchange(session, member, options.rank, watch)
+        self._exchanges = False
         self._spec: Spec | None = None
         self._spec_digest = ""
         self._digests: tuple[str, ...] = ()
@@ -121,8 +126,7 @@ class TrainerRank:
         try:
             specs = {digest: self._read_spec(digest) for digest in {*digests} - {self._spec_digest}}
             specs[self._spec_digest] = own
-            table = build_table([specs[digest] for digest in digests], self._options.group_bytes)
-            self._use_table(table)
+            self._use_table([specs[digest] for digest in digests])
             described = self._transport.describe()
         except BaseException as caught:
             error = caught
@@ -141,7 +145,12 @@ class TrainerRank:
                 "run one weightwire version on all ranks"
             ) from error
 
-    def _use_table(self, table: TensorTable) -> None:
+    def _use_table(self, specs: Sequence[Spec]) -> None:
+        whole = self._backend.capabilities.whole_tensors
+        table = build_table(specs, self._options.group_bytes, whole=whole)
+        exchange = ExchangePlan(table, specs) if whole else None
+        self._exchanges = exchange is not None and exchange.needed
+        self._plan = SendPlan(table, self._options.rank, exchange)
         digest = table.digest()
         if digest == self.table_digest:
             return
@@ -153,11 +162,11 @@ class TrainerRank:
                     f"{self._backend.name!r} takes {limit}: choose another backend"
                 )
         self._transport.set_table(table)
-        self._plan = SendPlan(table, self._options.rank)
         self.table, self.table_digest = table, digest
 
     def abort(self, error: BaseException) -> None:
         """Give up the version that is being moved, if there is one.  Idempotent."""
+        self._exchange.leave()
         if self._sending:
             self._sending = False
             self._transport.abort(error)
@@ -181,10 +190,13 @@ class TrainerRank:
         self._sending = True
         try:
             self._transport.begin(offer, readers)
+            if self._exchanges:
+                self._exchange.join(offer.policy)
             digest = self._plan.send(
                 resolved.tensors,
                 self._transport,
                 self._backend.capabilities,
+                self._exchange,
                 version=offer.policy.version,
                 verify=self._options.verify,
                 watch=self._watch,

@@ -120,7 +120,9 @@ def test_claiming_waits_no_longer_than_the_callers_deadline(session, child, url)
         backend="memory",
         lease_ttl=1.0,
     )
-    with pytest.raises(TransferTimeout, match="no end of the lease of the previous 'sender' within 0"):
+    with pytest.raises(
+        TransferTimeout, match="no end of the lease of the previous 'sender' within 0"
+    ):
         drive(steps, watch(0.5))
 
 
@@ -226,9 +228,7 @@ def test_a_store_that_is_away_for_a_moment_does_not_end_the_lease(session, monke
     keeper.start()
     try:
         monkeypatch.setattr(session.store, "put", away)
-        watch(10).until(
-            lambda: session.read(member.key("lease"), Lease).counter > 3, "renewals"
-        )
+        watch(10).until(lambda: session.read(member.key("lease"), Lease).counter > 3, "renewals")
     finally:
         keeper.stop()
     assert "the store is away" in caplog.text
@@ -254,9 +254,7 @@ def test_a_process_knows_itself_and_its_dead(child, url):
 
 
 def test_ranks_join_the_incarnation_of_their_rank_0_in_any_order(child, url):
-    ranks = [
-        child("member", url=url, **REPLICA, rank=rank, world_size=3) for rank in (2, 0, 1)
-    ]
+    ranks = [child("member", url=url, **REPLICA, rank=rank, world_size=3) for rank in (2, 0, 1)]
     assert [rank.hear()["incarnation"] for rank in ranks] == [1, 1, 1]
 
 

@@ -335,7 +335,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target = os.readlink(entry)
+            target = str(entry.readlink())
         except OSError:
             continue
         if target.startswith("socket:["):

@@ -55,6 +55,11 @@ def test_unused_and_untouched_patterns_allow_exactly_what_they_name():
     )
 
 
+def test_a_single_pattern_is_a_pattern_and_not_its_letters():
+    target = MappingTarget({"w": torch.zeros(1), "kv": torch.ones(1)}, unused="v*", untouched="k*")
+    assert [r.tensor for r in target.plan(table_of(w=torch.zeros(1), v=torch.zeros(1)))] == [0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

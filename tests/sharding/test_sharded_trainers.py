@@ -26,13 +26,13 @@ def raw(tensor: torch.Tensor) -> bytes:
 def trainer(tmp_path: Path):
     started: list[subprocess.Popen[str]] = []
 
-    def start(world: int) -> list[subprocess.Popen[str]]:
+    def start(world: int, backend: str) -> list[subprocess.Popen[str]]:
         for rank in range(world):
             script = [sys.executable, str(HERE / "trainer_rank.py")]
             with (tmp_path / f"rank{rank}.log").open("w") as log:
                 started.append(
                     subprocess.Popen(
-                        [*script, str(rank), str(world), str(tmp_path)],
+                        [*script, str(rank), str(world), str(tmp_path), backend],
                         stdout=subprocess.PIPE,
                         stderr=log,
                         text=True,
@@ -46,9 +46,10 @@ def trainer(tmp_path: Path):
         process.communicate()
 
 
+@pytest.mark.parametrize("backend", ["memory", "filesystem"])
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, trainer, tmp_path):
-    ranks = trainer(world)
+def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, backend, trainer, tmp_path):
+    ranks = trainer(world, backend)
     total = sum(tensor.nbytes for tensor in model().state_dict().values())
     for number, layout in enumerate(LAYOUTS[world]):
         mine = model()
@@ -56,7 +57,7 @@ def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, trainer,
             for tensor in mine.state_dict().values():
                 tensor.fill_(-1)
         with weightwire.open_receiver(
-            "memory",
+            backend,
             session=f"file://{tmp_path / str(number)}",
             target=mine,
             receiver_id="replica-0",

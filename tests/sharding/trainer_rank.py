@@ -1,6 +1,6 @@
 """One rank of a real torch.distributed trainer that sends sharded weights; run as a process.
 
-Arguments: rank, world size, directory.  For each layout that fits the world size
+Arguments: rank, world size, directory, backend.  For each layout that fits the world size
 it sends two versions in a session of its own and prints one JSON line a version.
 """
 
@@ -92,7 +92,7 @@ def main() -> None:
     for number, layout in enumerate(LAYOUTS[world]):
         source = Current()
         with weightwire.open_sender(
-            "memory",
+            sys.argv[4],
             session=f"file://{directory / str(number)}",
             source=source,
             group=dist.group.WORLD,

@@ -32,6 +32,7 @@ class FilesystemBackend(Backend):
         ranged_reads=True,
         lands_in_place=True,
         elastic=True,
+        whole_tensors=True,
     )
 
     def probe(self) -> None:

@@ -65,15 +65,18 @@ class Commands:
                 self._noted = waiting_for
                 self._tell(event="waiting", for_what=waiting_for)
 
+        # Whatever else they take is theirs.
         def noting_check(
-            watch: Watch, waiting_for: str = "the version", missing: Sequence[str] = ()
+            watch: Watch, waiting_for: str = "the version", *rest: Any, **more: Any
         ) -> None:
             note(waiting_for)
-            check(watch, waiting_for, missing)
+            check(watch, waiting_for, *rest, **more)
 
-        def noting_until(watch: Watch, condition: Any, waiting_for: str, *rest: Any) -> Any:
+        def noting_until(
+            watch: Watch, condition: Any, waiting_for: str, *rest: Any, **more: Any
+        ) -> Any:
             note(waiting_for)
-            return until(watch, condition, waiting_for, *rest)
+            return until(watch, condition, waiting_for, *rest, **more)
 
         Watch.check = noting_check  # type: ignore[method-assign]
         Watch.until = noting_until  # type: ignore[method-assign,assignment]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from weightwire.contract import (
     Backend,
     Context,
     Offer,
-    Policy,
     ReceiverTransport,
     Seal,
     SenderTransport,
@@ -25,111 +25,78 @@ __all__ = ["PointedSource", "PointedTarget", "instrument"]
 
 
 def instrument(backend: Backend, points: Points) -> None:
-    """Wrap every transport that this backend opens in this process from now on."""
+    """Put points into every transport that this backend opens in this process from now on.
+
+    Methods are replaced on the instances: all else stays the plug-in's own.
+    """
     open_sender, open_receiver = backend.open_sender, backend.open_receiver
 
     def sender(context: Context) -> SenderTransport:
-        return _Sender(open_sender(context), points)
+        transport = open_sender(context)
+        _point_sender(transport, points)
+        return transport
 
     def receiver(context: Context) -> ReceiverTransport:
-        return _Receiver(open_receiver(context), points)
+        transport = open_receiver(context)
+        _point_receiver(transport, points)
+        return transport
 
-    # On the instance: name, config, capabilities and probe stay the plug-in's own.
     backend.open_sender = sender  # type: ignore[method-assign]
     backend.open_receiver = receiver  # type: ignore[method-assign]
 
 
-class _Sender(SenderTransport):
-    """Passes everything on."""
+def _point_sender(transport: SenderTransport, points: Points) -> None:
+    begin, slot, put = transport.begin, transport.slot, transport.put
+    in_slot = False
 
-    def __init__(self, inner: SenderTransport, points: Points) -> None:
-        self._inner = inner
-        self._points = points
-        self._in_slot = False
-        self.keep = inner.keep
+    def pointed_begin(offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
+        points.reach("sender.begin")
+        begin(offer, readers)
 
-    def set_table(self, table: TensorTable) -> None:
-        self._inner.set_table(table)
+    def pointed_slot(group: int, nbytes: int) -> Tensor | None:
+        nonlocal in_slot
+        memory = slot(group, nbytes)
+        in_slot = memory is not None
+        return memory
 
-    def describe(self) -> bytes:
-        return self._inner.describe()
-
-    def begin(self, offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
-        self._points.reach("sender.begin")
-        self._inner.begin(offer, readers)
-
-    def slot(self, group: int, nbytes: int) -> Tensor | None:
-        slot = self._inner.slot(group, nbytes)
-        self._in_slot = slot is not None
-        return slot
-
-    def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
-        action = self._points.reach("sender.put")
+    def pointed_put(group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
+        action = points.reach("sender.put")
         if action == "flip":
-            if not self._in_slot:  # they may be the trainer's own
+            if not in_slot:  # they may be the trainer's own
                 tensors = {i: tensor.clone() for i, tensor in tensors.items()}
             _flip(tensors)
         elif action == "misseal":
             seal = Seal({i: digest ^ 1 for i, digest in seal.digests.items()})
-        self._inner.put(group, tensors, seal)
+        put(group, tensors, seal)
 
-    def finish(self) -> None:
-        self._points.reach("sender.finish")
-        self._inner.finish()
-
-    def publish(self) -> None:
-        self._points.reach("sender.publish")
-        self._inner.publish()
-
-    def lose(self, receiver_id: str) -> None:
-        self._inner.lose(receiver_id)
-
-    def abort(self, error: BaseException) -> None:
-        self._inner.abort(error)
-
-    def drop(self, policy: Policy) -> None:
-        self._inner.drop(policy)
-
-    def close(self) -> None:
-        self._inner.close()
+    transport.begin = pointed_begin  # type: ignore[method-assign]
+    transport.slot = pointed_slot  # type: ignore[method-assign]
+    transport.put = pointed_put  # type: ignore[method-assign]
+    transport.finish = _pointed("sender.finish", transport.finish, points)  # type: ignore[method-assign]
+    transport.publish = _pointed("sender.publish", transport.publish, points)  # type: ignore[method-assign]
 
 
-class _Receiver(ReceiverTransport):
-    """Passes everything on."""
+def _point_receiver(transport: ReceiverTransport, points: Points) -> None:
+    fetch = transport.fetch
 
-    def __init__(self, inner: ReceiverTransport, points: Points) -> None:
-        self._inner = inner
-        self._points = points
-
-    def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
-        self._inner.set_plan(table, regions)
-
-    def describe(self) -> bytes:
-        return self._inner.describe()
-
-    def begin(self, offer: Offer) -> None:
-        self._points.reach("receiver.begin")
-        self._inner.begin(offer)
-
-    def slot(self, group: int, nbytes: int) -> Tensor | None:
-        return self._inner.slot(group, nbytes)
-
-    def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
-        self._points.reach("receiver.fetch")
-        seals = self._inner.fetch(group, regions)
-        if self._points.reach("receiver.fetched") == "flip":
+    def pointed_fetch(group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
+        points.reach("receiver.fetch")
+        seals = fetch(group, regions)
+        if points.reach("receiver.fetched") == "flip":
             _flip(regions)
         return seals
 
-    def finish(self) -> None:
-        self._points.reach("receiver.finish")
-        self._inner.finish()
+    transport.fetch = pointed_fetch  # type: ignore[method-assign]
+    transport.begin = _pointed("receiver.begin", transport.begin, points)  # type: ignore[method-assign]
+    transport.finish = _pointed("receiver.finish", transport.finish, points)  # type: ignore[method-assign]
 
-    def abort(self, error: BaseException) -> None:
-        self._inner.abort(error)
 
-    def close(self) -> None:
-        self._inner.close()
+def _pointed(point: str, method: Callable[..., None], points: Points) -> Callable[..., None]:
+    def pointed(*arguments: Any) -> None:
+        points.reach(point)
+        method(*arguments)
+
+    return pointed
 
 
 def _flip(tensors: Mapping[int, Tensor]) -> None:

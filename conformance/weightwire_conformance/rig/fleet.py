@@ -233,7 +233,7 @@ class Fleet:
     def exchange(self, sender: Side, version: int, *replicas: Side, **arguments: Any) -> None:
         """Send a version, and fail unless every replica holds it, byte for byte."""
         sending = sender.start("send", version=version, wait="applied", **arguments)
-        receiving = [replica.start("receive") for replica in replicas]
+        receiving = [replica.start("receive", minimum=version) for replica in replicas]
         for replica, calls in zip(replicas, receiving, strict=True):
             for report in calls.results():
                 if report["version"] != version:

@@ -13,13 +13,16 @@ _RESIDENT_BYTES = 8 << 20
 
 
 def usage(fleet: Fleet, *sides: Side) -> dict[str, Any]:
-    """Of every process, and files under the session."""
+    """Of every process, and files; the session's own records are core's to bound."""
     found: dict[str, Any] = {
         f"{side.name} rank {rank}": used
         for side in sides
         for rank, used in enumerate(side.call("usage"))
     }
-    found["files"] = sum(path.is_file() for path in fleet.directory.rglob("*"))
+    records = fleet.directory / "session" / "records"
+    found["files"] = sum(
+        path.is_file() and not path.is_relative_to(records) for path in fleet.directory.rglob("*")
+    )
     return found
 
 

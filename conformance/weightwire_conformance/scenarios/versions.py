@@ -114,7 +114,7 @@ def an_aborted_version_is_sent_again_as_the_next_attempt(fleet: Fleet) -> None:
     replica.start("receive").error()
     sending.error()
     again = sender.start("send", version=2, wait="applied")
-    report = replica.receive()[0]
+    report = replica.receive(minimum=2)[0]
     assert (report["version"], report["attempt"]) == (2, 2), report
     again.results()
     replica.must_hold(2)

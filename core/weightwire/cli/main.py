@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from weightwire._version import __version__
-from weightwire.cli import backends, bench, demo, inspect
+from weightwire.cli import backends, bench, conformance, demo, inspect
 from weightwire.errors import WeightWireError
 
 __all__ = ["app", "main"]
@@ -30,6 +30,7 @@ app.command("backends")(backends.backends)
 app.command("inspect")(inspect.inspect)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
+app.command("conformance")(conformance.conformance)
 
 
 def _print_version(wanted: bool) -> None:

@@ -180,6 +180,14 @@ class SenderMachine:
             if error is None:
                 raise  # else the first error matters more than a session that is gone
 
+    def supersession(self) -> SessionError | None:
+        """Why this sender may not go on, or None."""
+        try:
+            self._refuse_if_superseded()
+        except SessionError as error:
+            return error
+        return None
+
     def _refuse_if_superseded(self) -> None:
         current = newest(self.session, "senders")
         if current is None:

@@ -19,7 +19,7 @@ from weightwire.waiting import Steps, Waiting
 
 __all__ = ["Agreement"]
 
-_GRACE_SECONDS = 0.3
+_GRACE_SECONDS = 0.15
 """How much longer other ranks wait than rank 0, to hear its reason rather than their own."""
 
 

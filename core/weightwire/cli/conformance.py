@@ -1,0 +1,116 @@
+"""``weightwire conformance``: prove backends with every scenario of the kit."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightwire.errors import BackendUnavailable
+from weightwire.plugins import registry
+
+__all__ = ["conformance"]
+
+_INSTALL = "install it with `pip install 'weightwire[conformance]'`"
+_INTERRUPTED, _USAGE, _NOTHING_RUN = 2, 4, 5  # pytest's exit codes
+_EXIT_CODES = {_INTERRUPTED: 130, _USAGE: 2, _NOTHING_RUN: 2}
+
+
+def conformance(
+    backends: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Backends to prove.", show_default=False)
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Each scenario's smallest case, and no soaks.")
+    ] = False,
+    large: Annotated[
+        bool, typer.Option("--large", help="Also what needs gigabytes of memory.")
+    ] = False,
+    require: Annotated[
+        bool, typer.Option("--require", help="A backend that can't run here counts as FAILED.")
+    ] = False,
+    select: Annotated[
+        str, typer.Option("-k", metavar="EXPR", help="Only these scenarios, as pytest's -k.")
+    ] = "",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME:]KEY=VALUE", help="A backend's option, or a JSON object of options."
+        ),
+    ] = None,
+    xfail: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="TOML file of expected failures.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for any answer.", min=1)
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.")
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the support table, or refresh the one in FILE."),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, outcomes as properties.")
+    ] = None,
+) -> None:
+    """Run every scenario over each backend, with real processes, and show the matrix.
+
+    Exit code 1 when anything FAILED.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise BackendUnavailable(f"the conformance kit needs pytest: {_INSTALL}")
+    for name in dict.fromkeys(backends):
+        _refuse_unknown(name)
+    arguments = [f"--weightwire-backend={name}" for name in backends]
+    arguments += [f"--weightwire-option={text}" for text in option or ()]
+    arguments += [f"--weightwire-xfail={path.absolute()}" for path in xfail or ()]
+    arguments += [
+        f"--weightwire-{flag}"
+        for flag, wanted in (("quick", quick), ("large", large), ("require", require))
+        if wanted
+    ]
+    arguments.append(f"--weightwire-patience={patience}")
+    if select:
+        arguments += ["-k", select]
+    for flag, path in (("--weightwire-html", html), ("--weightwire-markdown", markdown)):
+        if path is not None:
+            arguments.append(f"{flag}={path.absolute()}")
+    if junit is not None:
+        arguments.append(f"--junitxml={junit.absolute()}")
+    raise typer.Exit(_run(arguments, as_json=as_json))
+
+
+def _refuse_unknown(name: str) -> None:
+    """``BackendNotFound`` for a name that nothing claims; a broken plug-in is a result."""
+    known = {provided.name for provided in registry().backends()}
+    if name not in known:
+        registry().backend(name)
+
+
+def _run(arguments: list[str], *, as_json: bool) -> int:
+    with tempfile.TemporaryDirectory(prefix="weightwire-conformance-") as directory:
+        # Away from any project's own pytest configuration.
+        configuration = Path(directory) / "pytest.ini"
+        configuration.write_text("[pytest]\n")
+        results = Path(directory) / "results.json"
+        command = [
+            *(sys.executable, "-m", "pytest", "--pyargs", "weightwire_conformance"),
+            *("-c", str(configuration), "--rootdir", directory, "-p", "no:cacheprovider"),
+            *("-q", "--no-header", "-r", "N", "--import-mode=importlib"),
+            *arguments,
+        ]
+        if as_json:
+            command.append(f"--weightwire-json={results}")
+        # With --json, stdout is for the object alone.
+        run = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False)
+        if as_json and results.exists():
+            print(results.read_text())
+    return _EXIT_CODES.get(run.returncode, run.returncode)

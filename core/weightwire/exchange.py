@@ -1,0 +1,208 @@
+"""Moving shards to the one trainer rank that sends each tensor, group by group.
+
+For backends that want whole tensors.  It runs over a process group of our own,
+formed through the session at the first version that needs it and after every
+failure; the host's groups are neither used nor disturbed.  At most one transfer
+group's tensors are held at a time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightwire.contract import Policy
+from weightwire.deadline import Watch
+from weightwire.errors import PeerLost, WeightWireError
+from weightwire.session import keys
+from weightwire.session.lease import Member
+from weightwire.session.rendezvous import SessionRendezvous
+from weightwire.session.session import Session
+from weightwire.sources import Spec
+from weightwire.table import TensorTable
+
+__all__ = ["Exchange", "ExchangePlan", "Piece"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor on its way from the rank that holds it to the tensor's owner."""
+
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    holder: int
+    owner: int
+
+
+class ExchangePlan:
+    """Who sends which box to whom: made once per table, alike on every rank.
+
+    Args:
+        table: each tensor has one shard, the whole of it, and so one owner.
+        specs: what each rank holds.
+    """
+
+    def __init__(self, table: TensorTable, specs: Sequence[Spec]) -> None:
+        held: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
+        for rank, spec in enumerate(specs):
+            for entry in spec.entries:
+                (box,) = entry.shards
+                held.setdefault(entry.name, {}).setdefault((box.offsets, box.sizes), []).append(
+                    rank
+                )
+        self._groups: list[tuple[Piece, ...]] = []
+        for members in table.groups:
+            pieces = []
+            for i in members.tensors:
+                entry = table.tensors[i]
+                owner = entry.shards[0].owner
+                boxes = {box: ranks for box, ranks in held[entry.name].items() if 0 not in box[1]}
+                if any(owner in ranks and box[1] == entry.shape for box, ranks in boxes.items()):
+                    continue  # its owner holds it whole
+                for (offsets, sizes), ranks in sorted(boxes.items()):
+                    # Spread over the replicas of a box, but keep it where it is if it is there.
+                    holder = owner if owner in ranks else ranks[i % len(ranks)]
+                    pieces.append(Piece(i, offsets, sizes, holder, owner))
+            self._groups.append(tuple(pieces))
+
+    def of_group(self, group: int) -> tuple[Piece, ...]:
+        return self._groups[group]
+
+    def assembled(self, group: int) -> frozenset[int]:
+        """Tensors of a group that their owner puts together from boxes."""
+        return frozenset(piece.tensor for piece in self._groups[group])
+
+    @property
+    def needed(self) -> bool:
+        return any(self._groups)
+
+
+class Exchange:
+    """This rank's end of the exchange.
+
+    Args:
+        member: the sender's incarnation.
+        rank: this trainer rank.
+    """
+
+    def __init__(self, session: Session, member: Member, rank: int, watch: Watch) -> None:
+        self._session = session
+        self._member = member
+        self._rank = rank
+        self._watch = watch
+        self._group: Any = None
+        self._prefix = ""
+
+    def join(self, policy: Policy) -> None:
+        """Form the process group, unless there is one; every rank calls it for one version."""
+        if self._group is not None:
+            return
+        from torch.distributed import ProcessGroupGloo
+
+        name = f"{policy.version}.{policy.attempt}"
+        self._prefix = keys.member(self._member.kind, self._member.incarnation, "exchange", name)
+        store = SessionRendezvous(self._session, self._prefix, self._watch)
+        seconds = max(0.1, self._watch.deadline.remaining())
+
+        def form() -> Any:
+            return ProcessGroupGloo(
+                store, self._rank, self._member.record.world_size, _timeout(seconds)
+            )
+
+        self._group = self._away(form, "process group of the trainer ranks")
+
+    def move(
+        self,
+        table: TensorTable,
+        pieces: Sequence[Piece],
+        tensors: Mapping[str, Tensor],
+        whole: Mapping[int, Tensor],
+    ) -> None:
+        """Bring one group's boxes to their owners.
+
+        Args:
+            pieces: of the group, in an order that is the same on every rank.
+            tensors: this rank's tensors by name.
+            whole: by tensor index, the contiguous tensor of the wire dtype that
+                this rank puts together.
+        """
+        works: list[Any] = []
+        arrivals: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for tag, piece in enumerate(pieces):
+                entry = table.tensors[piece.tensor]
+                if self._rank == piece.owner:
+                    box = whole[piece.tensor]
+                    for dim, (at, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+                        box = box.narrow(dim, at, size)
+                    if self._rank == piece.holder:
+                        box.copy_(tensors[entry.name])
+                        continue
+                    landing = (
+                        box
+                        if box.is_contiguous()
+                        else torch.empty_like(box, memory_format=torch.contiguous_format)
+                    )
+                    arrivals.append((box, landing))
+                    works.append(self._group.recv([_raw(landing)], piece.holder, tag))
+                elif self._rank == piece.holder:
+                    local = tensors[entry.name].to(entry.torch_dtype).contiguous()
+                    works.append(self._group.send([_raw(local)], piece.owner, tag))
+                    arrivals.append((local, local))  # kept alive until it is sent
+            if works:
+                seconds = max(0.1, self._watch.deadline.remaining())
+                self._away(
+                    lambda: [work.wait(_timeout(seconds)) for work in works], "exchanged shards"
+                )
+            for box, landing in arrivals:
+                if box is not landing:
+                    box.copy_(landing)
+
+    def leave(self) -> None:
+        """Drop the process group: the next version that needs one forms it anew.  Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _away(self, work: Any, what: str) -> Any:
+        """Run what blocks in gloo on a thread, so that this one notices a failed peer."""
+        result: list[Any] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run, name="weightwire-exchange", daemon=True)
+        thread.start()
+        try:
+            self._watch.until(lambda: not thread.is_alive(), what, lambda: ["the other ranks"])
+        except BaseException:
+            self.leave()  # ends what the thread waits for
+            raise
+        if not failure:
+            return result[0]
+        self.leave()
+        if isinstance(failure[0], WeightWireError):
+            raise failure[0]
+        raise PeerLost(
+            "a trainer rank was lost while shards were exchanged: look at the other ranks' "
+            f"errors, and send the version again\n{failure[0]}"
+        ) from failure[0]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _timeout(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)

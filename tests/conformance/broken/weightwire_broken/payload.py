@@ -1,0 +1,257 @@
+"""What arrives isn't what was sent."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from weightwire.contract import Seal
+from weightwire.digest import box_digest, tensor_key
+from weightwire.memory.receiver import MemoryReceiver
+from weightwire_broken import BrokenFilesystem, BrokenMemory, broken
+from weightwire_filesystem import manifest
+from weightwire_filesystem.receiver import FilesystemReceiver
+
+
+def raw(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def last_with_bytes(regions):
+    return max(i for i, region in enumerate(regions) if 0 not in region.sizes)
+
+
+@broken
+class DropsATensor(BrokenMemory):
+    """The last tensor never arrives."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            lost = last_with_bytes(self._regions)
+            return super().fetch(group, {i: t for i, t in regions.items() if i != lost})
+
+
+@broken
+class DropsFromFiles(BrokenFilesystem):
+    """The last tensor is never read."""
+
+    class receiver_class(FilesystemReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            lost = last_with_bytes(self._regions)
+            scratch = {i: t.clone() if i == lost else t for i, t in regions.items()}
+            return super().fetch(group, scratch)
+
+
+@broken
+class SwapsTwo(BrokenMemory):
+    """Two tensors of one shape change places."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            seen = {}
+            for tensor in regions.values():
+                other = seen.setdefault((tensor.shape, tensor.dtype), tensor)
+                if other is not tensor and tensor.numel():
+                    kept = raw(other).clone()
+                    raw(other).copy_(raw(tensor))
+                    raw(tensor).copy_(kept)
+                    break
+            return seals
+
+
+@broken
+class ServesStale(BrokenMemory):
+    """Every version is the first one, seals included."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        after = 1
+
+        def set_plan(self, table, regions):
+            super().set_plan(table, regions)
+            self.kept = {}
+            self.versions = 0
+
+        def begin(self, offer):
+            super().begin(offer)
+            self.versions += 1
+
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            if self.versions <= self.after:
+                self.kept[group] = ({i: t.clone() for i, t in regions.items()}, seals)
+                return seals
+            old, seals = self.kept[group]
+            for i, tensor in regions.items():
+                if tensor.numel():
+                    raw(tensor).copy_(raw(old[i]))
+            return seals
+
+
+@broken
+class CountsToEight(BrokenMemory):
+    """A counter that is too narrow: from the ninth version on, the eighth is served."""
+
+    class receiver_class(ServesStale.receiver_class):  # noqa: N801
+        after = 8
+
+
+@broken
+class OneBehind(BrokenFilesystem):
+    """The oldest version that is still there is read."""
+
+    class receiver_class(FilesystemReceiver):  # noqa: N801
+        def begin(self, offer):
+            import os
+
+            import msgspec
+
+            there = [manifest.version_policy(name) for name in os.listdir(self._root)]
+            oldest = min([p for p in there if p is not None], default=offer.policy)
+            super().begin(msgspec.structs.replace(offer, policy=min(oldest, offer.policy)))
+
+
+@broken
+class LaundersFloats(BrokenMemory):
+    """Floats go through arithmetic: -0.0 comes out as 0.0."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for tensor in regions.values():
+                if tensor.is_floating_point() and tensor.itemsize > 1:
+                    tensor.add_(0.0)
+            return seals
+
+
+@broken
+class ThinsFloats(BrokenMemory):
+    """float32 travels as bfloat16, whatever was asked for."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for tensor in regions.values():
+                if tensor.dtype == torch.float32:
+                    tensor.copy_(tensor.bfloat16())
+            return seals
+
+
+@broken
+class ForgesSeals(BrokenMemory):
+    """Seals are made on arrival, from whatever arrived."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            super().fetch(group, regions)
+            digests = {}
+            for i, tensor in regions.items():
+                region = self._regions[i]
+                entry = self._table.tensors[region.tensor]
+                digests[region.tensor] = box_digest(
+                    tensor,
+                    key=tensor_key(entry.name),
+                    shape=entry.shape,
+                    offsets=region.offsets,
+                    verify="full",
+                    version=self._policy.version,
+                )
+            return [Seal(digests)]
+
+
+@broken
+class Truncates(BrokenMemory):
+    """Of each tensor only the first mebibyte arrives."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for tensor in regions.values():
+                if tensor.nbytes > 1 << 20:
+                    raw(tensor)[1 << 20 :] = 0
+            return seals
+
+
+@broken
+class MutatesAfterCommit(BrokenMemory):
+    """Writes once more when nobody expects it."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            self.last = regions
+            return super().fetch(group, regions)
+
+        def finish(self):
+            victim = next(t for t in self.last.values() if t.numel())
+            threading.Timer(0.15, lambda: raw(victim).bitwise_not_()).start()
+            super().finish()
+
+
+@broken
+class LosesScalars(BrokenMemory):
+    """Tensors without dimensions are left out."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            return super().fetch(group, {i: t for i, t in regions.items() if t.dim()})
+
+
+@broken
+class ChokesOnEmpty(BrokenMemory):
+    """An empty tensor is an error of its own kind."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            for tensor in regions.values():
+                raw(tensor)[0]
+            return super().fetch(group, regions)
+
+
+@broken
+class WidensIntegers(BrokenMemory):
+    """Small integers come back without their sign."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for tensor in regions.values():
+                if tensor.dtype in (torch.int16, torch.int32, torch.int64):
+                    tensor.abs_()
+            return seals
+
+
+@broken
+class MistakesNames(BrokenMemory):
+    """Names that aren't ASCII can't be sent."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def set_plan(self, table, regions):
+            for entry in table.tensors:
+                entry.name.encode("ascii")
+            super().set_plan(table, regions)
+
+
+@broken
+class ReadsOneOwner(BrokenMemory):
+    """What other trainer ranks serve is never read."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            mine = {
+                i: t
+                for i, t in regions.items()
+                if self._table.tensors[self._regions[i].tensor].shards[0].owner == 0
+            }
+            return super().fetch(group, mine)
+
+
+@broken
+class FillsOneRank(BrokenMemory):
+    """Of a replica, only the first rank gets anything."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            if self._context.rank:
+                regions = {i: t.clone() for i, t in regions.items()}
+            return super().fetch(group, regions)

@@ -1,0 +1,145 @@
+"""Whoever waits isn't told, or is told too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+from weightwire.deadline import Watch
+from weightwire.errors import TransferTimeout, WeightWireError
+from weightwire.memory.receiver import MemoryReceiver
+from weightwire.memory.sender import MemorySender
+from weightwire_broken import BrokenMemory, broken
+from weightwire_broken.payload import raw
+
+
+class Blind(Watch):
+    """Waits for its condition, whatever else happens."""
+
+    def until(self, condition, waiting_for, missing=tuple):
+        end = time.monotonic() + 20
+        while not (value := condition()):
+            if time.monotonic() > end:
+                raise TransferTimeout(f"no {waiting_for}")
+            time.sleep(0.005)
+        return value
+
+
+class Late(Watch):
+    """Adds two seconds of its own to every deadline."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def until(self, condition, *rest):
+        end = time.monotonic() + 20
+        while not (value := condition()):
+            try:
+                self.inner.check(*rest[:1])
+            except TransferTimeout:
+                end = min(end, time.monotonic() + 2)
+                while time.monotonic() < end:
+                    time.sleep(0.01)
+                raise
+            time.sleep(0.005)
+        return value
+
+
+@broken
+class AcknowledgesEarly(BrokenMemory):
+    """The sender takes every group for read as soon as it is announced."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def _await_credits(self, index):
+            self._in_slot[index] = None
+
+
+@broken
+class ReceivesEarly(BrokenMemory):
+    """fetch returns, and the bytes come later."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            scratch = {i: t.clone() for i, t in regions.items()}
+            seals = super().fetch(group, scratch)
+
+            def land():
+                for i, tensor in regions.items():
+                    if tensor.numel():
+                        raw(tensor).copy_(raw(scratch[i]))
+
+            threading.Timer(0.2, land).start()
+            return seals
+
+
+@broken
+class IgnoresALostReceiver(BrokenMemory):
+    """The sender waits for a credit that never comes."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(replace(context, watch=Blind()))
+
+
+@broken
+class IgnoresALostSender(BrokenMemory):
+    """The receiver waits for a group that never comes."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(replace(context, watch=Blind()))
+
+
+@broken
+class KeepsItsOwnTime(BrokenMemory):
+    """Both sides are two seconds late."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(replace(context, watch=Late(context.watch)))
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(replace(context, watch=Late(context.watch)))
+
+
+@broken
+class Hangs(BrokenMemory):
+    """The second group is never done."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            if group:
+                threading.Event().wait()
+            return super().fetch(group, regions)
+
+
+@broken
+class HangsWhenClosed(BrokenMemory):
+    """close never returns."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def close(self):
+            super().close()
+            threading.Event().wait()
+
+
+@broken
+class SpeaksItsOwnErrors(BrokenMemory):
+    """Errors of weightwire's tree leave as something else."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def _await_credits(self, index):
+            try:
+                super()._await_credits(index)
+            except WeightWireError as error:
+                raise OSError(str(error)) from error
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            try:
+                return super().fetch(group, regions)
+            except WeightWireError as error:
+                raise OSError(str(error)) from error

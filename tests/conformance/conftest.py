@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import culprits
+from weightwire_conformance.execute import Bench, Prepared, prepare
+from weightwire_conformance.outcomes import Result
+from weightwire_conformance.rig import Pool
+from weightwire_conformance.scenario import Case, cases
+
+
+class Lab:
+    """Runs single cases over single backends, broken ones included."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.cases: dict[str, Case] = {case.name: case for case in cases(large=True)}
+        self._prepared: dict[str, Prepared] = {}
+
+    def prepare(self, backend: str) -> Prepared:
+        if backend not in self._prepared:
+            self._prepared[backend] = prepare(self.pool, backend, {})
+        return self._prepared[backend]
+
+    def run(self, scenario: str | Case, backend: str, **bench) -> Result:
+        case = scenario if isinstance(scenario, Case) else self.cases[scenario]
+        result = Bench(self.pool, **bench).run(case, self.prepare(backend))
+        self.pool.end(backend)
+        return result
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return culprits.install(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="session")
+def lab(site: str) -> Iterator[Lab]:
+    pool = Pool(patience=6.0, environment={"PYTHONPATH": site})
+    yield Lab(pool)
+    pool.close()
