@@ -57,9 +57,7 @@ class Matrix:
     def get(self, scenario: str, backend: str) -> Result | None:
         return self._results.get((scenario, backend))
 
-    def counts(
-        self, backend: str | None = None, theme: str | None = None
-    ) -> dict[Outcome, int]:
+    def counts(self, backend: str | None = None, theme: str | None = None) -> dict[Outcome, int]:
         """How many there are of each outcome that occurs."""
         found: dict[Outcome, int] = {}
         for result in self.results:

@@ -72,6 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--weightwire-backend"):
+        import pytest
+
+        # A scenario's bare assert then shows what it compared.
+        pytest.register_assert_rewrite("weightwire_conformance.scenarios")
         from weightwire_conformance.plugin import ConformancePlugin
 
         config.pluginmanager.register(ConformancePlugin(config), "weightwire-conformance-run")

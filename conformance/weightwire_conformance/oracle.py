@@ -68,7 +68,7 @@ def _layers(count: int = 3, width: int = 96) -> Iterable[Leaf]:
         yield Leaf(f"layers.{i}.norm.weight", (width,), torch.float32)
         yield Leaf(f"layers.{i}.steps", (), torch.int64)
     yield Leaf("head.weight", (5, width), torch.float16)
-    yield Leaf("mask", (7,), torch.bool)
+    yield Leaf("mask", (71,), torch.bool)
     yield Leaf("nothing", (0, 4), torch.float32)
 
 
@@ -171,12 +171,8 @@ def _masters(width: int = 256) -> Iterable[Leaf]:
 
 
 def _halves() -> Iterable[Leaf]:
-    yield Leaf(
-        "master.weight", (33, 9), torch.float64, kind="numbers", cast=torch.float16
-    )
-    yield Leaf(
-        "half.weight", (33, 9), torch.bfloat16, kind="numbers", cast=torch.float16
-    )
+    yield Leaf("master.weight", (33, 9), torch.float64, kind="numbers", cast=torch.float16)
+    yield Leaf("half.weight", (33, 9), torch.bfloat16, kind="numbers", cast=torch.float16)
     yield Leaf("count", (3,), torch.int32)
 
 
@@ -307,9 +303,9 @@ def _raw(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------ both sides' memory
 
 
-def source(leaves: Model, version: int, seed: int, into: dict[str, Tensor] | None) -> dict[
-    str, Tensor
-]:
+def source(
+    leaves: Model, version: int, seed: int, into: dict[str, Tensor] | None
+) -> dict[str, Tensor]:
     """The trainer's tensors with a version in them; in ``into``'s memory when it is given."""
     made = into if into is not None else _allocate(leaves)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,4 +25,5 @@ def test_scenario(
     case_name: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    pytestconfig.pluginmanager.get_plugin(_PLUGIN).prove(backend_name, case_name, record_property)
+    plugin: Any = pytestconfig.pluginmanager.get_plugin(_PLUGIN)
+    plugin.prove(backend_name, case_name, record_property)

@@ -212,7 +212,7 @@ class FetchPlan:
             with phases.timed("verify"):
                 total = (total + self._verify(memory, seals, verify, version)) & _MASK
             with phases.timed("replay"):
-                target.write(group, self._named(memory, keep))
+                target.write(group, self._by_region(memory, keep))
         with phases.timed("commit"):
             transport.finish()
         return total
@@ -244,12 +244,12 @@ class FetchPlan:
             memory[position] = place.view(slot)
         return memory, reused
 
-    def _named(self, memory: Mapping[int, Tensor], copied: frozenset[int]) -> dict[str, Tensor]:
-        """Arrived tensors by name; those a target may keep are copied out of reused memory."""
+    def _by_region(
+        self, memory: Mapping[int, Tensor], copied: frozenset[int]
+    ) -> dict[Region, Tensor]:
+        """Arrived tensors; those a target may keep are copied out of reused memory."""
         return {
-            self.table.tensors[self.regions[position].tensor].name: (
-                tensor.clone() if position in copied else tensor
-            )
+            self.regions[position]: tensor.clone() if position in copied else tensor
             for position, tensor in memory.items()
         }
 

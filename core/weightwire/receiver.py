@@ -40,6 +40,7 @@ from weightwire.waiting import Run, drive
 __all__ = ["WeightReceiver", "open_receiver"]
 
 _RETURN_PAUSE = 0.1
+_GOODBYE_SECONDS = 1.0
 
 
 class WeightReceiver(Handle):
@@ -386,6 +387,8 @@ class WeightReceiver(Handle):
     def _look_around(self) -> None:
         """On the lease's thread: end a running transfer whose sender is gone."""
         attempt = self._attempt
+        if attempt is None and not self._busy.locked():
+            return  # no call runs, or the receiver isn't wholly open yet
         moving = (
             attempt is not None
             and attempt.offer is not None
@@ -426,7 +429,8 @@ class WeightReceiver(Handle):
 
     def _say_goodbye(self) -> None:
         if self._rank == 0:
-            membership.leave(self._session, self._member)
+            with calling(Deadline(_GOODBYE_SECONDS)):  # a session that is gone needs none
+                membership.leave(self._session, self._member)
 
     def __enter__(self) -> Self:
         self._check_usable()

@@ -271,6 +271,10 @@ class Replica:
             seconds=time.perf_counter() - attempt.began,
             phases=dict(attempt.phases.seconds),
             digest=combine(attempt.digest, attempt.offer.verify),
-            path=f"{backend} ({self._capabilities.flow})",
+            path=", ".join(
+                part
+                for part in (f"{backend} ({self._capabilities.flow})", self._target.path)
+                if part
+            ),
             roster=attempt.offer.roster,
         )

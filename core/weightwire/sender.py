@@ -62,6 +62,7 @@ class WeightSender(Handle):
                 "receivers; choose a backend that stores versions, such as 'filesystem'"
             )
         self._last: Report | None = None
+        self._is_heard = False  # the other ranks read, or have read, how the last call ended
         self._sending: Offer | None = None
         deadline = Deadline(options.open_timeout)
         self._watch.start(deadline)
@@ -186,6 +187,7 @@ class WeightSender(Handle):
     def _send(self, version: int, wait: Wait) -> Report:
         began = time.perf_counter()
         phases = Phases()
+        self._is_heard = False
         try:
             resolved = self._ours.arrive(version, wait, phases, self._refusal(version))
             if self._rank == 0:
@@ -195,7 +197,7 @@ class WeightSender(Handle):
         except BaseException as error:
             self._notify("weightwire_aborted", version, error=error)
             raise
-        self._last = report
+        self._last, self._is_heard = report, True
         self._notify("weightwire_published", version, report=report)
         return report
 
@@ -306,6 +308,8 @@ class WeightSender(Handle):
     def _look_around(self) -> None:
         """On the lease's thread: end a running call when another sender has taken over, and a
         running transfer when its peers are gone."""
+        if not self._busy.locked():
+            return  # no call runs, or the sender isn't wholly open yet
         superseded = self._machine.supersession()
         if superseded is not None:
             self._watch.fail(superseded)
@@ -370,7 +374,7 @@ class WeightSender(Handle):
     def _say_goodbye(self) -> None:
         if self._rank != 0:
             return
-        if self._last is not None:
+        if self._is_heard:
             # The store may be ours to serve: the other ranks read their outcome first.
             self._watch.start(Deadline(_GOODBYE_SECONDS))
             with contextlib.suppress(WeightWireError):

@@ -68,18 +68,23 @@ class WeightTarget(ABC):
         return False
 
     @abstractmethod
-    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         """Install one group.
 
         Args:
             group: index into the table's groups.
-            tensors: by checkpoint name, of the region's shape and wire dtype.
+            tensors: by region, contiguous, of the region's shape and wire dtype.
                 Those that landed in place are the very tensors that
                 ``landing`` returned.
         """
 
     def commit(self) -> None:
         """Finish the version: post-load processing, derived tensors."""
+
+    @property
+    def path(self) -> str:
+        """How regions become weights and why so, for reports; empty when they simply land."""
+        return ""
 
     def rollback(self, error: BaseException) -> bool:
         """Undo as far as possible after a failure.
@@ -149,13 +154,10 @@ class MappingTarget(WeightTarget):
         self._written = True
         return first
 
-    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
-        if self._table is None:
-            raise RuntimeError("plan() comes before write()")
-        index = self._table.index()
+    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         with torch.no_grad():
-            for name, value in tensors.items():
-                for place in self._destinations[index[name]]:
+            for region, value in tensors.items():
+                for place in self._destinations[region.tensor]:
                     if place.data_ptr() != value.data_ptr() or place.numel() == 0:
                         self._written = True
                         place.copy_(value)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("weightwire_conformance.scenarios")
 
-import culprits
-from weightwire_conformance.execute import Bench, Prepared, prepare
-from weightwire_conformance.outcomes import Result
-from weightwire_conformance.rig import Pool
-from weightwire_conformance.scenario import Case, cases
+import culprits  # noqa: E402
+
+from weightwire_conformance.execute import Bench, Prepared, prepare  # noqa: E402
+from weightwire_conformance.outcomes import Result  # noqa: E402
+from weightwire_conformance.rig import Pool  # noqa: E402
+from weightwire_conformance.scenario import Case, cases  # noqa: E402
 
 
 class Lab:
@@ -42,6 +44,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def lab(site: str) -> Iterator[Lab]:
-    pool = Pool(patience=6.0, environment={"PYTHONPATH": site})
+    pool = Pool(patience=5.0, environment={"PYTHONPATH": site})
     yield Lab(pool)
     pool.close()

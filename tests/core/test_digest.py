@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightwire.digest import SAMPLES, box_digest, sample_places, tensor_key
+from weightwire.digest import SAMPLES, box_digest, sample_digests, sample_places, tensor_key
 from weightwire.table import DTYPES
 
 MASK = (1 << 64) - 1
@@ -191,3 +191,17 @@ def test_chunks_of_a_large_tensor_leave_no_seam():
     size = (1 << 16) + 3
     tensor = random_tensor((size,), "int16", 8)
     assert digest(tensor) == oracle(tensor, tensor_key("w"))
+
+
+@FAST
+@given(
+    st.lists(st.tuples(st.integers(0, 3 * SAMPLES), dtypes, seeds), max_size=6),
+    st.integers(0, 1 << 40),
+)
+def test_samples_of_many_tensors_together_are_those_of_each(parts, version):
+    tensors = [random_tensor((size,), dtype, seed) for size, dtype, seed in parts]
+    keys = [tensor_key(f"w{i}") for i in range(len(tensors))]
+    assert sample_digests(tensors, keys, version) == [
+        digest(tensor, key=key, verify="sample", version=version)
+        for tensor, key in zip(tensors, keys, strict=True)
+    ]

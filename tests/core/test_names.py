@@ -38,8 +38,7 @@ def test_two_names_that_collide_without_wrappers_are_an_error_naming_both():
 def test_a_compiled_and_wrapped_module_sends_the_plain_modules_names():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     names = list(ModuleSource(plain).tensors())
-    wrapped = nn.Module.__new__(type("Outer", (nn.Module,), {}))
-    nn.Module.__init__(wrapped)
+    wrapped = nn.Module()
     wrapped.module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
     assert any("_orig_mod" in name for name in wrapped.state_dict())
     assert list(ModuleSource(wrapped).tensors()) == names

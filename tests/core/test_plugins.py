@@ -173,15 +173,15 @@ def test_broken_plug_ins_of_others_leave_the_good_ones_alone(answers, name):
             "misspelt",
             (
                 "plug-in 'misspelt' of acme-misspelt 1.0 implements unknown hook "
-                "'weightwire_describe_backnd': the hooks are weightwire_aborted, weightwire_applied, "
-                "weightwire_describe_backend, "
+                "'weightwire_describe_backnd': the hooks are weightwire_aborted, "
+                "weightwire_applied, weightwire_describe_backend, "
             ),
         ),
         (
             "unmarked",
             (
-                "plug-in 'unmarked' of acme-unmarked 1.0 has 'weightwire_describe_backend' without its "
-                "mark: decorate it with weightwire.hookimpl"
+                "plug-in 'unmarked' of acme-unmarked 1.0 has 'weightwire_describe_backend' without "
+                "its mark: decorate it with weightwire.hookimpl"
             ),
         ),
         ("argument", "plug-in 'argument' of acme-argument 1.0 doesn't fit the hooks ("),
@@ -203,8 +203,8 @@ def test_broken_plug_ins_of_others_leave_the_good_ones_alone(answers, name):
         (
             "older",
             (
-                "backend 'older' of acme-older 1.0 was written for contract 99, this weightwire has 0: "
-                "install versions that match"
+                "backend 'older' of acme-older 1.0 was written for contract 99, this weightwire "
+                "has 0: install versions that match"
             ),
         ),
         ("plain", "backend 'plain' of acme-plain 1.0 has config <class 'acme_plain.Config'>: subc"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weightwire.deadline import Deadline
+from weightwire.deadline import Deadline, calling
 from weightwire.errors import ConfigError, SessionError
 from weightwire.session.file import FileStore
 from weightwire.session.records import Lease
@@ -431,10 +431,25 @@ def test_a_server_that_continues_is_used_again(child, open_session):
     session = open_session(server.hear()["url"])
     session.write("a", Lease(1))
     server.signal(signal.SIGSTOP)
-    with pytest.raises(SessionError, match="doesn't answer"):
-        session.read("a", Lease)
+    began = time.monotonic()
+    for action in (
+        lambda: session.read("a", Lease),
+        lambda: session.write("b", Lease(2)),
+    ):
+        with calling(Deadline(1.0)), pytest.raises(SessionError, match="can't be reached"):
+            action()
+    assert time.monotonic() - began < 2 * 1.1 + 1
     server.signal(signal.SIGCONT)
     assert session.read("a", Lease) == Lease(1)
+
+
+def test_a_write_to_a_stopped_server_is_an_error(child, open_session):
+    """It was sent, but nobody has taken it: nothing may be built on it."""
+    server = child("serve", url="tcp://127.0.0.1:0/run")
+    session = open_session(server.hear()["url"])
+    server.signal(signal.SIGSTOP)
+    with calling(Deadline(1.0)), pytest.raises(SessionError, match="doesn't answer"):
+        session.write("a", Lease(1))
 
 
 def test_a_server_that_is_gone_is_an_error(child, open_session):

@@ -129,7 +129,7 @@ def test_a_tie_reaches_every_copy_here_and_is_read_once():
     target.begin(1)
     landing = target.landing(region)
     landing.copy_(torch.tensor([1.0, 2.0]))
-    target.write(0, {"embed": landing})
+    target.write(0, {region: landing})
     assert torch.equal(own["embed"], own["head"])
     assert own["head"].tolist() == [1.0, 2.0]
 
@@ -152,7 +152,7 @@ def test_a_non_contiguous_target_gets_the_logical_values_through_write(own):
     target.begin(1)
     if not own.is_contiguous():
         assert target.landing(region) is None
-    target.write(0, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+    target.write(0, {region: torch.tensor([1.0, 2.0, 3.0, 4.0])})
     assert own.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
@@ -162,7 +162,7 @@ def test_rollback_is_true_until_a_byte_has_changed():
     target.begin(1)
     target.landing(region)
     assert target.rollback(RuntimeError())
-    target.write(0, {"w": torch.ones(4)})
+    target.write(0, {region: torch.ones(4)})
     assert not target.rollback(RuntimeError())
     target.begin(2)
     assert target.rollback(RuntimeError())

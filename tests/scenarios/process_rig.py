@@ -408,6 +408,7 @@ class Fleet:
         self.url = self._new_url()
         self.seed = int.from_bytes(os.urandom(4), "big")
         self._workers: list[Worker] = []
+        self._senders: list[Worker] = []
 
     @property
     def stores(self) -> bool:
@@ -451,6 +452,7 @@ class Fleet:
             **options,
         }
         side = Side(self, workers or [self.worker() for _ in range(ranks)], opening)
+        self._senders.extend(side.workers)
         return side.open() if open_now else side
 
     def receiver(
@@ -497,7 +499,8 @@ class Fleet:
         problems = []
         harmed = any(worker.dead or worker.stopped for worker in self._workers)
         clean = []
-        for worker in reversed(self._workers):  # receivers before their tcp store
+        # Receivers before the sender that serves their session.
+        for worker in sorted(self._workers, key=lambda worker: worker in self._senders):
             try:
                 reusable = worker.reset()
             except AssertionError as error:

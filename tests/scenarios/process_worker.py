@@ -86,7 +86,7 @@ GATES: dict[str, Gate] = {}
 COUNTS: collections.Counter[str] = collections.Counter()
 
 
-def reach(point: str, flip: Callable[[], None] | None = None) -> None:
+def reach(point: str, flip: Callable[[bool], None] | None = None) -> None:
     COUNTS[point] += 1
     gate = GATES.get(point)
     if gate is None:
@@ -101,9 +101,9 @@ def reach(point: str, flip: Callable[[], None] | None = None) -> None:
         gate.open.wait()
     elif gate.do == "raise":
         raise Planned(f"planned failure at {point}")
-    elif gate.do == "flip":
+    elif gate.do.startswith("flip"):
         assert flip is not None, point
-        flip()
+        flip(gate.do == "flip-small")
     elif gate.do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,7 +136,7 @@ class _Stepped:
     def landing(self, region: Region) -> Tensor | None:
         return None if self.staged else super().landing(region)  # type: ignore[misc]
 
-    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         reach("target.write")
         super().write(group, tensors)  # type: ignore[misc]
 
@@ -184,7 +184,7 @@ class SteppedSender(SenderTransport):
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
         if self._in_slot is None:
             tensors = {i: tensor.clone() for i, tensor in tensors.items()}
-        reach("sender.put", lambda: _flip(tensors))
+        reach("sender.put", lambda small: _flip(tensors, small))
         self._inner.put(group, tensors, seal)
 
     def finish(self) -> None:
@@ -228,7 +228,7 @@ class SteppedReceiver(ReceiverTransport):
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         reach("receiver.fetch")
         seals = self._inner.fetch(group, regions)
-        reach("receiver.fetched", lambda: _flip(regions))
+        reach("receiver.fetched", lambda small: _flip(regions, small))
         return seals
 
     def finish(self) -> None:
@@ -242,9 +242,10 @@ class SteppedReceiver(ReceiverTransport):
         self._inner.close()
 
 
-def _flip(tensors: Mapping[int, Tensor]) -> None:
-    """One bit of the largest tensor."""
-    victim = max(tensors.values(), key=lambda tensor: tensor.nbytes)
+def _flip(tensors: Mapping[int, Tensor], small: bool) -> None:
+    """One bit of the smallest tensor that has any, or of the largest."""
+    choose = min if small else max
+    victim = choose((t for t in tensors.values() if t.nbytes), key=lambda tensor: tensor.nbytes)
     raw = victim.reshape(-1).view(torch.uint8)
     raw[raw.numel() // 2] ^= 4
 

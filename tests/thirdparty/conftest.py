@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests
 
-from thirdparty_bad_plugins import HANGS, write_projects
+from thirdparty_bad_plugins import write_projects
 from thirdparty_rig import PROJECTS, Pool, World, install
 
 
@@ -22,18 +22,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bad_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with one distribution for nearly every way in which a plug-in can be wrong."""
+    """A directory with distributions that are wrong."""
     projects = write_projects(tmp_path_factory.mktemp("bad-projects"))
-    chosen = [project for project in projects if project.name != HANGS]
-    return install(tmp_path_factory.mktemp("bad-site"), *chosen)
-
-
-@pytest.fixture(scope="session")
-def slow_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the distribution whose probe hangs."""
-    projects = write_projects(tmp_path_factory.mktemp("slow-projects"))
-    chosen = [project for project in projects if project.name == HANGS]
-    return install(tmp_path_factory.mktemp("slow-site"), *chosen)
+    return install(tmp_path_factory.mktemp("bad-site"), *projects)
 
 
 @pytest.fixture(scope="session")

@@ -320,6 +320,15 @@ def test_a_reader_with_the_key_cannot_ask_for_what_is_not_there(
     serving.result(20)
 
 
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 1), ("127.0.0.1", 1 << 20), ("a b", 1)])
+def test_an_owner_that_is_not_there_is_named(bench: Bench, host: str, port: int) -> None:
+    table = one_tensor(1, 8)
+    receiver = bench.receiver(table, whole(table))
+    described = msgspec.msgpack.encode((host, port, b"?" * 32))
+    with pytest.raises(PeerLost, match="trainer rank 0 is"):
+        receiver.begin(Offer(Policy(1, 1), "0", ("replica-0",), (described,), "off"))
+
+
 @pytest.mark.parametrize("described", [b"", b"\xc1", b"\x81\x00", msgspec.msgpack.encode([1, 2])])
 def test_a_description_that_cannot_be_read_names_its_owner(bench: Bench, described: bytes) -> None:
     table = one_tensor(1, 8)
@@ -387,8 +396,9 @@ def test_a_silent_peer_is_named_when_the_deadline_has_passed(bench: Bench) -> No
 
 
 def test_an_address_that_is_not_ours_is_a_config_error(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match=r"can't listen on '192\.0\.2\.1'"):
-        bench.sender(one_tensor(1, 8), config=bench.acme.AcmeConfig(host="192.0.2.1"))
+    for host in ("192.0.2.1", "0.0.0.0", ""):
+        with pytest.raises(ConfigError, match=f"host='{host}'"):
+            bench.sender(one_tensor(1, 8), config=bench.acme.AcmeConfig(host=host))
 
 
 def test_it_listens_on_loopback_unless_told_otherwise(bench: Bench) -> None:

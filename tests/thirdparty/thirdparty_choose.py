@@ -1,4 +1,4 @@
-"""Asks for backends by name among bad plug-ins, and prints what became of it as JSON."""
+"""Asks for backends and sessions among bad plug-ins, and prints what became of it as JSON."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ from pathlib import Path
 import torch
 
 import weightwire
-from weightwire import plugins
+
+WEIGHTS = {"w": torch.zeros(2)}
 
 
-def outcome(name: str, directory: Path) -> dict[str, str]:
+def asked(backend: str, session: str) -> str:
+    """What went wrong, or nothing."""
     try:
-        plugins.probe(plugins.registry().backend(name), seconds=0.3)
-        session = f"file://{directory / name}"
-        weightwire.open_sender(name, session=session, source={"w": torch.zeros(2)}).close()
-    except weightwire.WeightWireError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    return {"error": "", "message": ""}
-
-
-def scheme(url: str) -> str:
-    try:
-        weightwire.open_sender("memory", session=url, source={"w": torch.zeros(2)})
+        weightwire.open_sender(backend, session=session, source=WEIGHTS).close()
     except weightwire.WeightWireError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -33,14 +25,12 @@ def scheme(url: str) -> str:
 
 def main(directory: Path, names: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr)
-    found = {name: outcome(name, directory) for name in names}
-    weights = {"w": torch.zeros(2)}
-    with weightwire.open_sender(
-        "filesystem", session=f"file://{directory / 'sent'}", source=weights
-    ) as sender:
-        version = sender.send(1).version
-    url = f"sqlite://{directory / 'run.db'}"
-    print(json.dumps({"backends": found, "sqlite": scheme(url), "sent": version}))
+    answers = {name: asked(name, f"file://{directory / name}") for name in names}
+    answers["sqlite"] = asked("memory", f"sqlite://{directory / 'run.db'}")
+    session = f"file://{directory / 'sent'}"
+    with weightwire.open_sender("filesystem", session=session, source=WEIGHTS) as sender:
+        answers["sent"] = str(sender.send(1).version)
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightwire.grouping import layer_key
-from weightwire.table import Group, Shard, TensorEntry, TensorTable, dtype_name
+from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +42,12 @@ PROMPTS = [[5, 6, 7, 9], list(range(2, 30))]
 class Payload:
     table: TensorTable
     tensors: dict[str, torch.Tensor]
+
+    def box(self, region: Region) -> torch.Tensor:
+        """A region's bytes, as they arrive."""
+        whole = self.tensors[self.table.tensors[region.tensor].name].detach()
+        box = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+        return whole[box].clone(memory_format=torch.contiguous_format)
 
 
 def payload(state: dict[str, torch.Tensor], ties: dict[str, str] | None = None) -> Payload:
@@ -74,15 +80,15 @@ def sync(
     ``poison`` overwrites each buffer as early as the contract allows.
     """
     regions = target.plan(sent.table)
-    wanted = {region.tensor for region in regions}
     target.begin(1)
     handed = []
     try:
         for index, group in enumerate(sent.table.groups):
             if index == stop_before:
                 raise Interrupted
-            names = [sent.table.tensors[i].name for i in group.tensors if i in wanted]
-            buffers = {name: sent.tensors[name].detach().clone() for name in names}
+            buffers = {
+                region: sent.box(region) for region in regions if region.tensor in group.tensors
+            }
             if buffers:
                 target.write(index, buffers)
             handed.extend(buffers.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Commands:
             note(waiting_for)
             return until(watch, condition, waiting_for, *rest, **more)
 
-        Watch.check = noting_check  # type: ignore[method-assign]
+        Watch.check = noting_check  # type: ignore[method-assign,assignment]
         Watch.until = noting_until  # type: ignore[method-assign,assignment]
 
     @contextlib.contextmanager

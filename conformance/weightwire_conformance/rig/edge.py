@@ -137,7 +137,7 @@ class PointedTarget(MappingTarget):
     def landing(self, region: Region) -> Tensor | None:
         return None if self._staged else super().landing(region)
 
-    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         self._points.reach("target.write")
         super().write(group, tensors)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weightwire_conformance.rig.pool import Pool
-from weightwire_conformance.rig.worker import Call, Calls, RemoteError, Worker, until
+from weightwire_conformance.rig.worker import Call, Calls, RemoteError, Worker, gather, until
 
 __all__ = ["Fleet", "LeftBehind", "Side"]
 
@@ -234,11 +234,10 @@ class Fleet:
         """Send a version, and fail unless every replica holds it, byte for byte."""
         sending = sender.start("send", version=version, wait="applied", **arguments)
         receiving = [replica.start("receive", minimum=version) for replica in replicas]
-        for replica, calls in zip(replicas, receiving, strict=True):
-            for report in calls.results():
+        for replica, reports in zip(replicas, gather(*receiving, sending), strict=False):
+            for report in reports:
                 if report["version"] != version:
                     raise AssertionError(f"{replica.name} got version {report['version']}")
-        sending.results()
         for replica in replicas:
             replica.must_hold(version)
 
@@ -297,6 +296,8 @@ class Fleet:
 
     def _let_go(self, worker: Worker) -> dict[str, Any]:
         try:
+            if worker.busy:  # a refused scenario's other side still waits
+                worker.call("close", now=True)
             left: dict[str, Any] = worker.call("let_go")
         except (AssertionError, RemoteError) as error:
             return {"files": [], "problems": [f"can't be closed: {error}"]}
@@ -313,7 +314,9 @@ def in_time(error: RemoteError, deadline: float) -> None:
     """Fail unless a call ended within a tenth and half a second of its deadline."""
     latest = deadline * 1.1 + SLACK_SECONDS
     if error.seconds > latest:
-        raise AssertionError(f"took {error.seconds:.2f} s with a deadline of {deadline:g} s: {error}")
+        raise AssertionError(
+            f"took {error.seconds:.2f} s with a deadline of {deadline:g} s: {error}"
+        )
 
 
 def wait_done(call: Call | Calls, seconds: float) -> bool:

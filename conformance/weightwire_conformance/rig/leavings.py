@@ -19,7 +19,7 @@ __all__ = ["Leavings", "shared_files", "usage"]
 
 _SHM = "/dev/shm/"  # noqa: S108 - looked at, not written to
 _LISTENING = "0A"
-_SETTLE_SECONDS = 5.0
+_SETTLE_SECONDS = 2.0
 
 
 class Leavings:
@@ -118,7 +118,7 @@ def _descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            found[int(name)] = str(Path(f"/proc/self/fd/{name}").readlink())
         except OSError:
             continue  # the listing's own
     return found

@@ -27,7 +27,9 @@ class Pool:
         environment: added to the workers' environment.
     """
 
-    def __init__(self, patience: float = 60.0, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, patience: float = 60.0, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.patience = patience
         self.directory = Path(tempfile.mkdtemp(prefix="weightwire-conformance-"))
         self._address = str(self.directory / "workers")
@@ -42,7 +44,9 @@ class Pool:
                 stderr=errors,
                 start_new_session=True,
                 env={
-                    **{key: value for key, value in os.environ.items() if key != "WEIGHTWIRE_TOKEN"},
+                    **{
+                        key: value for key, value in os.environ.items() if key != "WEIGHTWIRE_TOKEN"
+                    },
                     "OMP_NUM_THREADS": "1",
                     **(environment or {}),
                 },

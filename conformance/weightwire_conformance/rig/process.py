@@ -26,6 +26,9 @@ from weightwire.errors import WeightWireError
 from weightwire.plugins import registry
 from weightwire_conformance.rig.commands import Commands
 
+if sys.platform == "win32":
+    raise ImportError("the conformance rig forks processes and reads /proc: run it on Linux")
+
 __all__: list[str] = []
 
 _PR_SET_PDEATHSIG = 1
@@ -93,7 +96,7 @@ def _become_worker(connection: socket.socket) -> None:
     output = _Output(os.dup(connection.fileno()))
     connection.close()
     os.close(errors)
-    sys.stdin = open(0)  # noqa: SIM115, PTH123 - for the life of the process
+    sys.stdin = open(0)  # noqa: SIM115 - for the life of the process
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,14 @@ from typing import Any
 from weightwire_conformance.rig.leavings import shared_files
 from weightwire_conformance.rig.points import Action
 
-__all__ = ["Call", "Calls", "NoAnswer", "RemoteError", "Worker", "WorkerDied", "until"]
+if sys.platform == "win32":
+    raise ImportError("the conformance rig forks processes and reads /proc: run it on Linux")
+
+__all__ = ["Call", "Calls", "NoAnswer", "RemoteError", "Worker", "WorkerDied", "gather", "until"]
+
+
+_AFTERMATH_SECONDS = 2.0
+_ABOUT_OTHERS = frozenset({"PeerLost", "TransferTimeout"})
 
 
 class RemoteError(Exception):
@@ -68,6 +76,10 @@ class Call:
     def done(self) -> bool:
         return self.number in self.worker.answers or self.worker.dead
 
+    @property
+    def failed(self) -> bool:
+        return "error" in self.worker.answers.get(self.number, ()) or self.worker.dead
+
     def result(self) -> Any:
         answer = self.worker.answer(self)
         if "error" in answer:
@@ -96,11 +108,13 @@ class Calls:
         return all(call.done for call in self.calls)
 
     def results(self) -> list[Any]:
-        return [call.result() for call in self.calls]
+        """Every rank's result; else the error that led to the others."""
+        return gather(self)[0]
 
     def error(self) -> RemoteError:
         """Rank 0's error, once every rank has failed."""
-        return [call.error() for call in self.calls][0]
+        errors = [call.error() for call in self.calls]
+        return errors[0]
 
     def outcome(self) -> RemoteError | None:
         """Rank 0's error, or None when every rank succeeded; ranks may not differ."""
@@ -115,6 +129,34 @@ class Calls:
         if failures and len(failures) < len(self.calls):
             raise AssertionError(f"an error on some ranks only: {failures[0]}")
         return failures[0] if failures else None
+
+
+def gather(*sides: Calls) -> list[list[Any]]:
+    """What calls on several sides return, by side and rank.
+
+    When one fails, the others soon do: what is raised is the error that isn't
+    about somebody else, if there is one.
+    """
+    calls = [call for side in sides for call in side.calls]
+    patience = max(call.worker.patience for call in calls)
+    end = time.monotonic() + patience
+    while not all(call.done for call in calls) and time.monotonic() < end:
+        if any(call.failed for call in calls):
+            end = min(end, time.monotonic() + _AFTERMATH_SECONDS)
+        time.sleep(0.001)
+    failures: list[RemoteError | NoAnswer] = []
+    for call in calls:
+        if call.done or not failures:
+            try:
+                call.result()
+            except (RemoteError, NoAnswer) as error:
+                failures.append(error)
+    for failure in failures:
+        if not isinstance(failure, RemoteError) or not _ABOUT_OTHERS.intersection(failure.kinds):
+            raise failure
+    if failures:
+        raise failures[0]
+    return [[call.result() for call in side.calls] for side in sides]
 
 
 class Worker:
@@ -137,6 +179,7 @@ class Worker:
         self.shared: set[str] = set()
         self._events: list[dict[str, Any]] = []
         self._mark = 0
+        self._started: set[int] = set()
         self._numbers = itertools.count(1)
         self._news = threading.Condition()
         self._connection = socket.socket(socket.AF_UNIX)
@@ -164,6 +207,7 @@ class Worker:
     def start(self, do: str, /, *, now: bool = False, **arguments: Any) -> Call:
         """Begin a command; ``now`` runs it beside what the worker does already."""
         call = Call(self, next(self._numbers), do)
+        self._started.add(call.number)
         line = json.dumps({"id": call.number, "do": do, "now": now, "args": arguments})
         if not now:
             self._mark = len(self._events)
@@ -185,6 +229,10 @@ class Worker:
         if in_time:
             raise WorkerDied(self.tail())
         raise NoAnswer(f"{call.do} hangs: no answer within {self.patience:g} s\n{self.stacks()}")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._started - self.answers.keys())
 
     def _until_event(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> None:
         def arrived() -> bool:
@@ -243,6 +291,7 @@ class Worker:
         """Drop old answers; the worker goes to another scenario."""
         self._events.clear()
         self.answers.clear()
+        self._started.clear()
 
     def tail(self) -> str:
         """The end of its log."""

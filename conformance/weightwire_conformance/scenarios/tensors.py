@@ -111,9 +111,7 @@ def good_bytes_pass_every_level_of_verification(fleet: Fleet, verify: str) -> No
         "2-to-2": {"trainers": 2, "ranks": 2},
     }
 )
-def replicated_trainers_reach_replicas_of_any_size(
-    fleet: Fleet, trainers: int, ranks: int
-) -> None:
+def replicated_trainers_reach_replicas_of_any_size(fleet: Fleet, trainers: int, ranks: int) -> None:
     """What several trainer ranks hold alike is served once, and reaches every rank."""
     sender = fleet.sender(ranks=trainers)
     replica = fleet.receiver(ranks=ranks)

@@ -130,6 +130,18 @@ def tensors_that_moved_are_read_where_they_are(fleet: Fleet) -> None:
 
 
 @scenario
+def another_grouping_is_planned_again(fleet: Fleet) -> None:
+    """A receiver that has a plan makes another one when the table changes."""
+    sender, replica = fleet.sender(), fleet.receiver()
+    fleet.exchange(sender, 1, replica)
+    sender.close()
+    for group_bytes in (1 << 20, 1 << 10):
+        sender = fleet.sender(workers=sender.workers, group_bytes=group_bytes)
+        fleet.exchange(sender, 2, replica)
+        sender.close()
+
+
+@scenario
 def digests_are_those_of_every_other_backend(fleet: Fleet) -> None:
     """The same sequence over the reference backend gives the same digests."""
     digests = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,31 +39,30 @@ __all__ = [
     "CLAIMED",
     "ENGINE_NAME",
     "CheckpointEntry",
+    "MoeKernel",
+    "Registries",
     "ReplicaLayout",
     "TransferEngine",
     "TransferInitInfo",
     "TransferUpdateInfo",
-    "begin_reload",
     "checkpoint_entries",
     "config_context",
-    "dressed",
     "drop_moe_kernels",
     "end_update",
-    "finish_reload",
+    "finish_attention",
     "give_moe_kernels",
     "is_attention",
+    "is_processed",
     "layer_info",
     "load_time_tensors",
-    "loader_ignores",
-    "original_loader",
-    "place_back",
-    "process_layer",
+    "materialised",
+    "post_process",
     "register_engine",
     "replica_layout",
-    "restore_torchao_flag",
-    "rewrapped",
     "set_packing",
+    "stays_live",
     "take_moe_kernels",
+    "unwrapped",
     "vllm_version",
 ]
 
@@ -174,54 +173,6 @@ def layer_info(layer: nn.Module) -> Any:
     return layerwise.get_layerwise_info(layer)
 
 
-def begin_reload(model: nn.Module) -> None:
-    """Put load-time parameters on meta and defer their loaders."""
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    initialize_layerwise_reload(model)
-
-
-def process_layer(layer: nn.Module) -> None:
-    """Materialise, load, post-process one layer, and copy it into its kernel tensors."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    layerwise._layerwise_process(layer, layer_info(layer))
-
-
-def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """Process what is left: padded layers, then attention and MLA layers."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    # 0.32 calls the model-wide step finalize_layerwise_reload and keeps the
-    # older finalize_layerwise_processing as what it delegates to.
-    layerwise.finalize_layerwise_reload(model, model_config)
-
-
-def place_back(layer: nn.Module) -> None:
-    """Register a layer's kernel tensors again and forget what was buffered."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    info = layer_info(layer)
-    if info.kernel_tensors is not None:
-        layerwise._place_kernel_tensors(layer, info)
-    info.reset()
-    layerwise.LOADING_LAYERS.discard(layer)
-
-
-def restore_torchao_flag(model: nn.Module) -> None:
-    """Undo what ``begin_reload`` did to the model itself."""
-    if hasattr(model, "_original_do_torchao_reload"):
-        model._do_torchao_reload = model._original_do_torchao_reload
-
-
-def loader_ignores() -> frozenset[str]:
-    """Tensor names that layerwise reload never wraps: loaders write them live."""
-    from vllm.model_executor.model_loader.reload import meta
-
-    names = getattr(meta, "SKIP_LOAD_TENSORS", None)
-    return frozenset(meta.SKIP_TENSORS if names is None else names)
-
-
 def load_time_tensors(layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Fresh meta copies of the parameters and buffers that a cold load fills.
 
@@ -247,17 +198,35 @@ def load_time_tensors(layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Te
     return found
 
 
-def original_loader(tensor: Tensor) -> Callable[..., Any]:
-    """A tensor's weight loader without layerwise wrappers."""
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor without the loader that layerwise reload may have wrapped around its own."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    loader: Callable[..., Any] = layerwise._get_original_loader(tensor)
-    return loader
+    if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader":
+        original = layerwise._get_original_loader(tensor)
+        tensor.weight_loader = original  # type: ignore[attr-defined]  # vLLM's own protocol
+    return tensor
 
 
-def rewrapped(tensor: Tensor, wrapper: Callable[..., Any]) -> None:
-    """Give a tensor another weight loader, as layerwise reload does."""
-    tensor.weight_loader = wrapper  # type: ignore[attr-defined]  # vLLM's own protocol
+class Registries:
+    """What a module's parameters and buffers are now, to be put back later."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.parameters = dict(layer._parameters)
+        self.buffers = dict(layer._buffers)
+        self.non_persistent = set(layer._non_persistent_buffers_set)
+
+    def put_back(self) -> None:
+        """Hold exactly these again."""
+        for registry, before in (
+            (self.layer._parameters, self.parameters),
+            (self.layer._buffers, self.buffers),
+        ):
+            registry.clear()
+            registry.update(before)  # type: ignore[arg-type]  # the two differ in value type
+        self.layer._non_persistent_buffers_set.clear()
+        self.layer._non_persistent_buffers_set.update(self.non_persistent)
 
 
 def is_attention(layer: nn.Module) -> bool:
@@ -267,11 +236,53 @@ def is_attention(layer: nn.Module) -> bool:
     return bool(is_deferred_attention_layer(layer))
 
 
-def dressed(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` with the class and attributes (weight loader and all) of ``like``."""
+def materialised(like: Tensor, device: torch.device) -> Tensor:
+    """An uninitialised tensor in a load-time tensor's layout, class and attributes."""
+    tensor = torch.empty_strided(
+        tuple(like.shape), like.stride(), dtype=like.dtype, device=device, requires_grad=False
+    )
     tensor.__class__ = like.__class__  # what vLLM does itself
     tensor.__dict__ = like.__dict__.copy()
     return tensor
+
+
+def stays_live(name: str) -> bool:
+    """Whether a cold load fills this tensor where post-processing finds it (biases)."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    return name in meta.SKIP_TENSORS
+
+
+def is_processed(layer: nn.Module) -> bool:
+    """Whether a cold load post-processes the layer."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    return isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase)
+
+
+def post_process(layer: nn.Module) -> None:
+    """What a cold load does to a layer once its weights are in it."""
+    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+    from vllm.model_executor.model_loader import utils
+
+    if hasattr(layer, "_already_called_process_weights_after_loading"):
+        # Online quantisation processes a layer once, unless it is told to again.
+        delattr(layer, "_already_called_process_weights_after_loading")
+    method: Any = layer.quant_method
+    timing = getattr(utils, "online_quantization_timing_context", None)
+    timed = timing is not None and isinstance(method, (OnlineLinearBase, OnlineMoEMethodBase))
+    with timing(layer, method) if timed and timing is not None else nullcontext():
+        method.process_weights_after_loading(layer)
+    update: Any = getattr(layer, "update_param_tp_status", None)
+    if update is not None:
+        update()  # parameters made anew carry the global rank until then
+
+
+def finish_attention(layer: nn.Module, model_config: Any) -> None:
+    """Derive what an attention layer keeps of its own, MLA's absorbed weights above all."""
+    process: Any = layer.process_weights_after_loading
+    process(model_config.dtype)
 
 
 MoeKernel = tuple[Any, Any, Any]

@@ -30,6 +30,7 @@ class _Plan:
     trace: LoadTrace
     names: Sequence[Sequence[str]]
     carrier: Mapping[str, str]
+    tensor_names: Sequence[str]
 
 
 @dataclass
@@ -88,7 +89,7 @@ class VllmTarget(WeightTarget):
         trace, names = check_table(self._model, self._config, table, self._cold, ranks=ranks)
         index = table.index()
         carrier = {name: table.ties.get(name, name) for group in names for name in group}
-        self._plan = _Plan(trace, names, carrier)
+        self._plan = _Plan(trace, names, carrier, [entry.name for entry in table.tensors])
         wanted = sorted({index[name] for name in carrier.values()})
         return [Region.whole(i, table.tensors[i]) for i in wanted]
 
@@ -119,16 +120,18 @@ class VllmTarget(WeightTarget):
                 self._keep_untouched(path, layer, self._plan.trace)
         _log.debug("layerwise reload for version %d has begun", version)
 
-    def write(self, group: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         """Hand one group to the model's ``load_weights``."""
         plan = self._plan
         if plan is None or self._session is None:
             raise HandleError("write() before begin()")
 
+        arrived = {plan.tensor_names[region.tensor]: tensor for region, tensor in tensors.items()}
+
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name in plan.names[group]:
                 # Loaders may set attributes on what they get; an alias needs its own.
-                yield name, tensors[plan.carrier[name]].detach()
+                yield name, arrived[plan.carrier[name]].detach()
 
         with compat.config_context(self._config):
             self._model.load_weights(weights())  # type: ignore[operator]  # vLLM's protocol

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightwire.errors import TableMismatch, TraceError
+from weightwire.trace import Cover, LazyWeight
 from weightwire_vllm import compat
-from weightwire_vllm.coverage import Cover
-from weightwire_vllm.dryrun import LoadTrace, Offered, trace_load
+from weightwire_vllm.dryrun import LoadTrace, trace_load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class ColdLoad:
         trace: what became of them.
     """
 
-    def __init__(self, offered: Sequence[Offered], trace: LoadTrace) -> None:
+    def __init__(self, offered: Sequence[LazyWeight], trace: LoadTrace) -> None:
         self.offered = {entry.name: entry for entry in offered}
         self.trace = trace
 
@@ -45,9 +45,9 @@ def cold_load(model: nn.Module, vllm_config: Any) -> ColdLoad | None:
     entries = compat.checkpoint_entries(model, vllm_config.model_config)
     if entries is None:
         return None
-    offered = [Offered(entry.name, entry.shape, entry.dtype) for entry in entries]
+    offered = [LazyWeight(entry.name, entry.shape, entry.dtype) for entry in entries]
     try:
-        return ColdLoad(offered, trace_load(model, vllm_config, [offered]))
+        return ColdLoad(offered, trace_load(model, vllm_config, offered))
     except TableMismatch as error:
         # It did load, so what can't be followed is in the way of any update.
         raise TraceError(f"the engine's own checkpoint can't be traced: {error}") from error
@@ -60,16 +60,12 @@ def check_table(
     cold: ColdLoad | None,
     *,
     ranks: int,
-) -> tuple[LoadTrace, list[list[str]]]:
-    """Trace a table group by group and check it against the cold load.
+) -> LoadTrace:
+    """Trace a table and check it against the cold load.
 
     Args:
         ranks: inference ranks that share the model; with one, every element
             offered has to be used.
-
-    Returns:
-        The trace, and by group the names to hand to ``load_weights``: aliases
-        that the engine wants are included, tensors that it doesn't aren't.
 
     Raises:
         TableMismatch: the table doesn't fit; the message lists the names.
@@ -78,46 +74,29 @@ def check_table(
     aliases: dict[str, list[str]] = {}
     for alias, name in table.ties.items():
         aliases.setdefault(name, []).append(alias)
-    groups = [
-        [
-            Offered(name, entry.shape, entry.torch_dtype)
-            for entry in (table.tensors[i] for i in group.tensors)
-            for name in (entry.name, *aliases.get(entry.name, ()))
-        ]
+    offered = [
+        LazyWeight(name, entry.shape, entry.torch_dtype)
         for group in table.groups
+        for entry in (table.tensors[i] for i in group.tensors)
+        for name in (entry.name, *aliases.get(entry.name, ()))
     ]
-    _check_shapes(groups, cold)
+    _check_shapes(offered, cold)
     try:
-        whole = trace_load(model, vllm_config, [[offered for group in groups for offered in group]])
+        trace = trace_load(model, vllm_config, offered)
     except TableMismatch as error:
         raise TableMismatch(f"{error}{_difference(table, cold)}") from error
-    _check_uses(table, aliases, whole, cold, ranks)
-    _check_writes(table, whole, cold)
-    _check_claims(table, whole)
-
-    wanted = [[offered for offered in group if whole.used[offered.name]] for group in groups]
-    # The same again as it will really run, one call a group: a loader that needs
-    # tensors of two groups in one call shows here.
-    try:
-        grouped = trace_load(model, vllm_config, [group for group in wanted if group])
-    except TableMismatch as error:
-        raise TraceError(f"the model can't be loaded group by group: {error}") from error
-    for key, cover in whole.written.items():
-        if key not in grouped.written or grouped.written[key].lacks(cover):
-            raise TraceError(
-                f"parameter {key!r} isn't complete when the model is loaded group by group: "
-                "its tensors belong in one transfer group"
-            )
-    return grouped, [[offered.name for offered in group] for group in wanted]
+    _check_uses(table, aliases, trace, cold, ranks)
+    _check_writes(table, trace, cold)
+    _check_claims(table, trace)
+    return trace
 
 
-def _check_shapes(groups: Sequence[Sequence[Offered]], cold: ColdLoad | None) -> None:
+def _check_shapes(weights: Sequence[LazyWeight], cold: ColdLoad | None) -> None:
     if cold is None:
         return
     wrong = [
         f"{offered.name!r} is {offered.shape}, the engine loads {cold.offered[offered.name].shape}"
-        for group in groups
-        for offered in group
+        for offered in weights
         if offered.name in cold.offered and cold.offered[offered.name].shape != offered.shape
     ]
     if wrong:
@@ -135,16 +114,16 @@ def _check_uses(
     partly: list[str] = []
     for entry in table.tensors:
         names = [entry.name, *aliases.get(entry.name, ())]
-        used = [name for name in names if trace.used[name]]
+        used = [name for name in names if trace.tape.used[name]]
         if not used:
             # Another rank's share, or dropped by the cold load too.
             dropped = cold is not None and any(
-                name in cold.offered and not cold.trace.used[name] for name in names
+                name in cold.offered and not cold.trace.tape.used[name] for name in names
             )
             if entry.numel and not dropped and (cold is not None or ranks == 1):
                 unused.append(entry.name)
         elif ranks == 1 and not any(
-            trace.used[name].complete or _same_use(trace, cold, name) for name in used
+            trace.tape.used[name].complete or _same_use(trace, cold, name) for name in used
         ):
             partly.append(entry.name)
     if unused:
@@ -163,25 +142,25 @@ def _same_use(trace: LoadTrace, cold: ColdLoad | None, name: str) -> bool:
     return (
         cold is not None
         and name in cold.offered
-        and not trace.used[name].lacks(cold.trace.used[name])
+        and not trace.tape.used[name].lacks(cold.trace.tape.used[name])
     )
 
 
 def _check_writes(table: TensorTable, trace: LoadTrace, cold: ColdLoad | None) -> None:
     required: dict[str, Cover]
     if cold is not None:
-        required = cold.trace.written
+        required = cold.trace.tape.written
     else:
         # Nothing says which buffers a cold load fills; parameters have to be.
         required = {
             key: Cover.full(extent)
-            for key, extent in trace.loadable.items()
+            for key, extent in trace.tape.loadable.items()
             if key not in trace.buffers and 0 not in extent.sizes
         }
     missing = [
         key
         for key, cover in required.items()
-        if key not in trace.written or trace.written[key].lacks(cover)
+        if key not in trace.tape.written or trace.tape.written[key].lacks(cover)
     ]
     if not missing:
         return
@@ -191,11 +170,11 @@ def _check_writes(table: TensorTable, trace: LoadTrace, cold: ColdLoad | None) -
             name
             for key in missing
             if cold is not None
-            for name in cold.trace.writers.get(key, ())
+            for name in cold.trace.tape.writers.get(key, ())
             if name not in names
         }
     )
-    arrived = sorted({name for key in missing for name in trace.writers.get(key, ())})
+    arrived = sorted({name for key in missing for name in trace.tape.writers.get(key, ())})
     if lost:
         what = f"missing {_listed(lost)}"
     elif arrived:
@@ -209,7 +188,7 @@ def _check_writes(table: TensorTable, trace: LoadTrace, cold: ColdLoad | None) -
 
 
 def _check_claims(table: TensorTable, trace: LoadTrace) -> None:
-    for (key, _), claims in trace.claims.items():
+    for (key, _), claims in trace.tape.claims.items():
         carriers = {frozenset(table.ties.get(name, name) for name in names) for names in claims}
         if len(carriers) > 1:
             names = sorted({name for names in claims for name in names})

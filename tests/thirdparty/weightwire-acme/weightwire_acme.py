@@ -50,6 +50,34 @@ class AcmeConfig(contract.BackendConfig):
     host: str = "127.0.0.1"
 
 
+class AcmeBackend(contract.Backend):
+    """Plain TCP sockets."""
+
+    name = "acme"
+    summary = "plain TCP sockets; authenticated, not encrypted"
+    config = AcmeConfig
+    capabilities = contract.Capabilities(
+        flow="pull",
+        default_wait="applied",
+        needs_live_receivers=True,
+        serves_finished=False,
+        ranged_reads=False,
+        lands_in_place=True,
+        elastic=True,
+    )
+
+    def open_sender(self, context: contract.Context) -> AcmeSender:
+        return AcmeSender(context)
+
+    def open_receiver(self, context: contract.Context) -> AcmeReceiver:
+        return AcmeReceiver(context)
+
+
+@hookimpl
+def weightwire_describe_backend() -> AcmeBackend:
+    return AcmeBackend()
+
+
 def decode(payload: bytes | bytearray, kind: type[T], who: str) -> T:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
@@ -147,10 +175,13 @@ class AcmeSender(contract.SenderTransport):
         self._lost: set[Reader] = set()
         self._held: list[Held | None] = []
         self._generation = 0
+        host = context.config.host
+        if host in ("", "0.0.0.0"):
+            raise ConfigError(f"acme option host={host!r}: give the address that receivers reach")
         try:
-            self._listener = socket.create_server((context.config.host, 0), backlog=1024)
+            self._listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
-            raise ConfigError(f"acme can't listen on {context.config.host!r}: {error}") from error
+            raise ConfigError(f"acme option host={host!r} can't be used ({error})") from error
         self._listener.setblocking(False)
 
     def set_table(self, table: TensorTable) -> None:
@@ -289,7 +320,12 @@ class AcmeReceiver(contract.ReceiverTransport):
     def _greet(self, owner: int, offer: contract.Offer) -> Steps[None]:
         link = self._links[owner] = Link(socket.socket(), f"trainer rank {owner}")
         host, port, secret = decode(offer.senders[owner], tuple[str, int, bytes], link.who)
-        link.connection.connect_ex((host, port))  # what is wrong shows in the first read
+        try:
+            link.connection.connect_ex((host, port))  # a refusal shows in the first read
+        except (OSError, OverflowError) as error:
+            raise PeerLost(
+                f"{link.who} is at {host!r}, port {port} ({error}): correct it"
+            ) from error
         yield from link.read(challenge := bytearray(CHALLENGE_BYTES))
         proof = hmac.digest(secret, challenge, "sha256")
         yield from link.tell(((self._context.member_id, self._context.rank), proof))
@@ -301,39 +337,12 @@ class AcmeReceiver(contract.ReceiverTransport):
         generation, seal = yield from link.hear(tuple[int, contract.Seal])
         yield from link.read(slot.numpy().data)
         if (yield from link.hear(int)) != generation:
-            raise PeerLost(f"{link.who} refilled a slot under this late reader: receive it again")
+            raise PeerLost(f"{link.who} refilled a slot under this late reader: receive a new one")
         for position, memory in regions.items():
             region = self._regions[position]
             if (shard := layout.shards.get(region.tensor)) and all(box := overlap(region, shard)):
-                staged = layout.places[region.tensor].view(slot)
-                cut(memory, box, region.offsets).copy_(cut(staged, box, shard.offsets))
+                staged = cut(layout.places[region.tensor].view(slot), box, shard.offsets)
+                with torch.no_grad():
+                    cut(memory, box, region.offsets).copy_(staged)
         yield from link.tell(generation)
         self._seals.append(seal)
-
-
-class AcmeBackend(contract.Backend):
-    """Plain TCP sockets."""
-
-    name = "acme"
-    summary = "plain TCP sockets; authenticated, not encrypted"
-    config = AcmeConfig
-    capabilities = contract.Capabilities(
-        flow="pull",
-        default_wait="applied",
-        needs_live_receivers=True,
-        serves_finished=False,
-        ranged_reads=False,
-        lands_in_place=True,
-        elastic=True,
-    )
-
-    def open_sender(self, context: contract.Context) -> AcmeSender:
-        return AcmeSender(context)
-
-    def open_receiver(self, context: contract.Context) -> AcmeReceiver:
-        return AcmeReceiver(context)
-
-
-@hookimpl
-def weightwire_describe_backend() -> AcmeBackend:
-    return AcmeBackend()

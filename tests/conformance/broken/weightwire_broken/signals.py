@@ -93,6 +93,15 @@ class IgnoresALostSender(BrokenMemory):
 
 
 @broken
+class HoldsOnToTheLost(BrokenMemory):
+    """A receiver that is struck off is waited for all the same."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def lose(self, receiver_id):
+            pass
+
+
+@broken
 class KeepsItsOwnTime(BrokenMemory):
     """Both sides are two seconds late."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Box", "Cover", "Extent"]
+__all__ = ["Box", "Cover", "Extent", "as_box"]
 
 
 class Extent(NamedTuple):
@@ -60,7 +60,7 @@ class Cover:
         """Touch the elements of a view of the tensor's storage."""
         if 0 in extent.sizes:
             return
-        box = _as_box(self.whole, extent)
+        box = as_box(self.whole, extent)
         if box is None:
             self._strays.add(extent)
         else:
@@ -99,7 +99,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def _as_box(whole: Extent, extent: Extent) -> Box | None:
+def as_box(whole: Extent, extent: Extent) -> Box | None:
     rank = len(whole.sizes)
     start = [0] * rank
     length = [1] * rank

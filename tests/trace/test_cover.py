@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightwire_vllm.coverage import Cover, Extent
+from weightwire.trace.cover import Cover, Extent
 
 
 def cover(tensor, *views):

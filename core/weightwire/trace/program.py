@@ -1,0 +1,340 @@
+"""A tape, split into reads and a replay, scheduled by transfer group.
+
+Each instruction runs in the group in which the last of what it needs arrives.
+Order between instructions that touch the same elements is kept, so a transform
+of a destination runs after the copy that it transforms, whatever groups they
+are in.  What a later group still needs of an earlier one is copied out of the
+receive slot; nothing else outlives its group.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weightwire.errors import TraceError
+from weightwire.table import Region, TensorTable
+from weightwire.trace.cover import Box, Extent, as_box
+from weightwire.trace.reads import contiguous, cover_boxes, place, read_box
+from weightwire.trace.tape import Instruction, Kind, Ref, Tape
+
+__all__ = ["Program", "Run", "compile_tape"]
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Where a source's extent lies: a region's buffer, and an extent of that."""
+
+    region: Region
+    extent: Extent
+
+
+@dataclass
+class Program:
+    """The static plan of one rank.
+
+    Attributes:
+        regions: what is read, in the table's order.
+        batches: by group, instructions in order; the last batch has no group and
+            runs at the end.
+        first: by destination, the group whose batch touches it first.
+        last: by destination, the group whose batch touches it last.
+        kept: by region, the later group until which it is kept.
+    """
+
+    regions: tuple[Region, ...] = ()
+    batches: dict[int, list[Instruction]] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+    kept: dict[Region, int] = field(default_factory=dict)
+    reads: dict[Ref, _Read] = field(default_factory=dict)
+    dies: dict[int, list[str | int]] = field(default_factory=dict)
+
+    @property
+    def replayed(self) -> int:
+        """Instructions a version."""
+        return sum(map(len, self.batches.values()))
+
+
+def compile_tape(tape: Tape, table: TensorTable) -> Program:
+    """Plan the reads and the replay of one tape.
+
+    Args:
+        tape: its sources have the table's names, aliases included.
+        table: what the trainer sends.
+    """
+    index = table.index()
+    carriers = {**index, **{alias: index[name] for alias, name in table.ties.items()}}
+    group_of = {i: g for g, group in enumerate(table.groups) for i in group.tensors}
+    arrives = {weight.name: group_of[carriers[weight.name]] for weight in tape.sources}
+    live = _live(tape.instructions)
+    program = Program()
+    program.reads, program.regions = _plan_reads(live, table, carriers)
+    groups = sorted({group_of[region.tensor] for region in program.regions})
+    end = len(table.groups)
+    during = [arrives[weight.name] for weight in tape.sources]
+    last_use: dict[str | int, int] = {}
+    for group, instruction in _schedule(live, arrives, during):
+        at = bisect.bisect_left(groups, group)
+        group = groups[at] if at < len(groups) else end
+        program.batches.setdefault(group, []).append(instruction)
+        for ref in instruction.operands():
+            if ref.kind is Kind.SOURCE and ref in program.reads:
+                region = program.reads[ref].region
+                if group > group_of[region.tensor]:
+                    program.kept[region] = max(program.kept.get(region, 0), group)
+            elif ref.kind is Kind.DESTINATION:
+                key = str(ref.name)
+                program.first[key] = min(program.first.get(key, group), group)
+                program.last[key] = max(program.last.get(key, group), group)
+        for ref in (*instruction.operands(), *instruction.outputs):
+            if ref is not None and ref.kind is Kind.VALUE:
+                last_use[ref.name] = max(last_use.get(ref.name, 0), group)
+    for value, group in last_use.items():
+        program.dies.setdefault(group, []).append(value)
+    return program
+
+
+def _live(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Instructions that a destination depends on."""
+    wanted: set[tuple[Kind, str | int]] = set()
+    kept: list[Instruction] = []
+    for instruction in reversed(instructions):
+        changes = [ref.storage for ref in instruction.writes]
+        changes.extend(ref.storage for ref in instruction.outputs if ref is not None)
+        if any(kind is Kind.DESTINATION or (kind, name) in wanted for kind, name in changes):
+            kept.append(instruction)
+            wanted.update(
+                ref.storage for ref in instruction.operands() if ref.kind is Kind.VALUE
+            )
+    return kept[::-1]
+
+
+# ---------------------------------------------------------------------- reads
+
+
+def _plan_reads(
+    instructions: Sequence[Instruction], table: TensorTable, carriers: Mapping[str, int]
+) -> tuple[dict[Ref, _Read], tuple[Region, ...]]:
+    wanted: dict[int, set[Ref]] = {}
+    for instruction in instructions:
+        for ref in instruction.operands():
+            if ref.kind is Kind.SOURCE and 0 not in ref.extent.sizes:
+                wanted.setdefault(carriers[str(ref.name)], set()).add(ref)
+    reads: dict[Ref, _Read] = {}
+    regions: list[Region] = []
+    for tensor in sorted(wanted):
+        entry = table.tensors[tensor]
+        whole = Box((0,) * len(entry.shape), entry.shape)
+        boxes: dict[Ref, Box] = {}
+        strays: set[Box] = set()
+        for ref in wanted[tensor]:
+            if ref.dtype != entry.torch_dtype:
+                boxes[ref] = whole  # its extents count other elements
+                continue
+            boxes[ref] = read_box(entry.shape, ref.extent, ref.dtype.itemsize)
+            if as_box(contiguous(entry.shape), ref.extent) is None:
+                strays.add(boxes[ref])
+        found = cover_boxes(entry.shape, boxes.values(), strays)
+        by_box = {
+            box: Region(
+                tensor,
+                box.start,
+                tuple(b - a for a, b in zip(box.start, box.stop, strict=True)),
+            )
+            for box in found
+        }
+        regions.extend(by_box[box] for box in sorted(found))
+        holders = {box: box for box in found}
+        for ref, box in boxes.items():
+            holder = holders.get(box) or next(outer for outer in found if _inside(box, outer))
+            extent = ref.extent if box is whole else place(entry.shape, holder, ref.extent)
+            reads[ref] = _Read(by_box[holder], extent)
+    return reads, tuple(regions)
+
+
+def _inside(inner: Box, outer: Box) -> bool:
+    return all(
+        a0 <= b0 and b1 <= a1
+        for a0, a1, b0, b1 in zip(outer.start, outer.stop, inner.start, inner.stop, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------- order
+
+
+class _Spans:
+    """For ranges of one storage, the latest group that touched them."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._groups: list[int] = []
+
+    def touching(self, begin: int, end: int) -> slice:
+        return slice(bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end))
+
+    def latest(self, begin: int, end: int) -> int:
+        return max(self._groups[self.touching(begin, end)], default=-1)
+
+    def add(self, begin: int, end: int, group: int) -> None:
+        if begin >= end:
+            return
+        at = self.touching(begin, end)
+        if at.start < at.stop:
+            begin = min(begin, self._begins[at.start])
+            end = max(end, self._ends[at.stop - 1])
+            group = max(group, *self._groups[at])
+        self._begins[at] = [begin]
+        self._ends[at] = [end]
+        self._groups[at] = [group]
+
+
+def _schedule(
+    instructions: Sequence[Instruction], arrives: Mapping[str, int], during: Sequence[int]
+) -> list[tuple[int, Instruction]]:
+    """Instructions with their groups, in recorded order."""
+    spans: dict[tuple[Kind, str | int], _Spans] = {}
+    result: list[tuple[int, Instruction]] = []
+    for instruction in instructions:
+        group = -1
+        touched: list[Ref] = []
+        for ref in instruction.operands():
+            if ref.kind is Kind.SOURCE:
+                group = max(group, arrives[str(ref.name)])
+                continue
+            touched.append(ref)
+            known = spans.get(ref.storage)
+            if known is not None:
+                group = max(group, known.latest(*ref.span))
+        if group < 0:
+            group = during[instruction.during] if during else 0
+        # Readers hold back writers too: what they read must not be changed before.
+        for ref in (*touched, *(output for output in instruction.outputs if output is not None)):
+            spans.setdefault(ref.storage, _Spans()).add(*ref.span, group)
+        result.append((group, instruction))
+    return result
+
+
+# ---------------------------------------------------------------------- replay
+
+
+class Run:
+    """One version on its way through a program.
+
+    Args:
+        destination: by key, the memory to fill: of the traced shape and strides.
+        device: where fresh values are made.
+    """
+
+    def __init__(
+        self, program: Program, destination: Callable[[str], Tensor], device: torch.device
+    ) -> None:
+        self._program = program
+        self._destination = destination
+        self._device = device
+        self._values: dict[str | int, Tensor] = {}
+        self._arrived: dict[Region, Tensor] = {}
+        self._pending = sorted(program.batches)
+
+    def feed(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
+        """Run what can run once a group is here; its tensors are free afterwards."""
+        program = self._program
+        self._arrived.update(tensors)
+        while self._pending and self._pending[0] <= group:
+            self._run(self._pending.pop(0))
+        for region in tensors:
+            if program.kept.get(region, -1) > group:
+                self._arrived[region] = tensors[region].clone()
+            else:
+                del self._arrived[region]
+
+    def finish(self) -> None:
+        """Run what waits for no group."""
+        while self._pending:
+            self._run(self._pending.pop(0))
+
+    def _run(self, group: int) -> None:
+        program = self._program
+        with torch.no_grad():
+            for instruction in program.batches[group]:
+                self._execute(instruction)
+        for value in program.dies.get(group, ()):
+            self._values.pop(value, None)
+        for region in [r for r in self._arrived if program.kept.get(r, group + 1) <= group]:
+            del self._arrived[region]
+
+    def _execute(self, instruction: Instruction) -> None:
+        if instruction.is_copy:
+            self._tensor(instruction.args[0]).copy_(self._tensor(instruction.args[1]))
+            return
+        args, kwargs = tree_map(
+            self._argument,
+            (instruction.args, instruction.kwargs),
+            is_leaf=lambda leaf: isinstance(leaf, Ref),
+        )
+        results = tree_leaves(instruction.func(*args, **kwargs))
+        for output, result in zip(instruction.outputs, results, strict=True):
+            if output is not None:
+                self._values[output.name] = _as_recorded(result, output.extent)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return self._tensor(leaf)
+        if isinstance(leaf, torch.device) and leaf == _META:
+            return self._device
+        return leaf
+
+    def _tensor(self, ref: Ref) -> Tensor:
+        extent = ref.extent
+        if ref.kind is Kind.DESTINATION:
+            base = self._destination(str(ref.name))
+        elif ref.kind is Kind.VALUE:
+            base = self._values[ref.name]
+        elif 0 in extent.sizes:
+            return torch.empty(extent.sizes, dtype=ref.dtype, device=self._device)
+        else:
+            read = self._program.reads[ref]
+            extent = read.extent
+            try:
+                base = self._arrived[read.region]
+            except KeyError:
+                raise TraceError(
+                    f"tensor {ref.name!r} was not handed over before its replay"
+                ) from None
+        return _strided(base, extent, ref.dtype)
+
+
+def _strided(base: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
+    """A view of what ``base`` views, counted from its first element."""
+    if base.dtype == dtype:
+        return base.as_strided(
+            extent.sizes, extent.strides, int(base.storage_offset()) + extent.offset
+        )
+    begin = int(base.storage_offset()) * base.dtype.itemsize // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=base.device).set_(
+        base.untyped_storage(), begin + extent.offset, extent.sizes, extent.strides
+    )
+
+
+def _as_recorded(result: Tensor, extent: Extent) -> Tensor:
+    """A fresh value in the layout that later extents count in."""
+    if (
+        result.stride() == extent.strides
+        and result.storage_offset() == 0
+        and extent.offset == 0
+    ):
+        return result
+    reach = sum((n - 1) * s for n, s in zip(extent.sizes, extent.strides, strict=True))
+    size = 0 if 0 in extent.sizes else extent.offset + reach + 1
+    base = torch.empty(size, dtype=result.dtype, device=result.device)
+    base.as_strided(extent.sizes, extent.strides, extent.offset).copy_(result)
+    return base

@@ -1,0 +1,21 @@
+"""The conformance kit proves the third party's backend, without an edit to either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from thirdparty_rig import weightwire
+
+
+def test_acme_is_green(site: Path) -> None:
+    done = weightwire("conformance", "acme", "--quick", "--json", sites=(site,))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    outcomes = results["backends"]["acme"]
+    assert results["counts"]["FAILED"] == results["counts"]["unavailable"] == 0
+    assert results["counts"]["xfail"] == 0
+    assert results["counts"]["passed"] > 40
+    # Only what a backend without stored versions can't do.
+    unsupported = {name for name, got in outcomes.items() if got["outcome"] == "unsupported"}
+    assert all("needs live receivers" in outcomes[name]["reason"] for name in unsupported)

@@ -1,0 +1,53 @@
+"""``docs/writing-a-backend.md`` is the acme project, block by block."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from thirdparty_rig import HERE, install, weightwire
+
+PAGE = (HERE.parents[1] / "docs" / "writing-a-backend.md").read_text()
+ACME = HERE / "weightwire-acme"
+
+
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("language", "file"), [("python", "weightwire_acme.py"), ("toml", "pyproject.toml")]
+)
+def test_every_block_occurs_in_the_project(language: str, file: str) -> None:
+    source = (ACME / file).read_text()
+    assert blocks(language)
+    for block in blocks(language):
+        assert block in source
+
+
+def test_the_blocks_in_their_order_are_the_module() -> None:
+    """Whoever copies them one after another has the backend that the kit proves."""
+    assert lines("".join(blocks("python"))) == lines((ACME / "weightwire_acme.py").read_text())
+
+
+def test_weightwire_lists_it_after_two_sections(tmp_path: Path) -> None:
+    """As the page promises, before the transports are written."""
+    begun = PAGE[: PAGE.index("## 3.")]
+    project = tmp_path / "weightwire-acme"
+    project.mkdir()
+    (project / "README.md").write_text("Pigeons.\n")
+    (project / "pyproject.toml").write_text(blocks("toml")[0])
+    (project / "weightwire_acme.py").write_text("\n\n".join(blocks("python", begun)))
+    site = install(tmp_path / "site", project)
+    rows = json.loads(weightwire("backends", "--json", sites=(site,)).stdout)["backends"]
+    assert [row["available"] for row in rows if row["name"] == "acme"] == [True]
+
+
+def test_it_ends_with_the_command_that_proves_it() -> None:
+    assert "weightwire conformance acme --quick\n" in blocks("sh")[-1]
