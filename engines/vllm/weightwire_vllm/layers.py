@@ -1,0 +1,236 @@
+"""Layers between load-time layout and the memory in which their kernels run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from weightwire.errors import TraceError
+from weightwire_vllm import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from weightwire_vllm.dryrun import LoadTrace
+
+__all__ = ["Unit", "finish_attention", "initial", "live_tensor", "make_units", "process"]
+
+
+@dataclass
+class Unit:
+    """Layers that are finished together, because they share what is written.
+
+    Attributes:
+        layers: with their paths, in the model's order.
+        keys: the destinations in them that the load writes.
+        staged: whether they are built anew in load-time layout and post-processed;
+            if False, their memory is written as it is.
+    """
+
+    layers: list[tuple[str, nn.Module]]
+    keys: list[str]
+    staged: bool
+
+    @property
+    def name(self) -> str:
+        return " and ".join(path or "the model" for path, _ in self.layers)
+
+
+def make_units(model: nn.Module, trace: LoadTrace) -> list[Unit]:
+    """The units that a load writes.
+
+    Raises:
+        TraceError: a layer's state can't be rebuilt; named.
+    """
+    paths = {layer: path for path, layer in model.named_modules()}
+    order = {layer: i for i, layer in enumerate(paths)}
+    groups: dict[nn.Module, set[nn.Module]] = {}
+    for key in trace.tape.written:
+        together = {slot.layer for slot in trace.slots[key]}
+        together |= {other for layer in together for other in groups.get(layer, ())}
+        for layer in together:
+            groups[layer] = together
+    units: dict[int, Unit] = {}
+    for key in trace.tape.written:
+        owner = trace.slots[key][0].layer
+        together = groups[owner]
+        unit = units.get(id(together))
+        if unit is None:
+            layers = [(paths[layer], layer) for layer in sorted(together, key=order.__getitem__)]
+            unit = units[id(together)] = Unit(layers, [], False)
+        unit.keys.append(key)
+    for unit in units.values():
+        _check(unit, trace)
+        unit.staged = any(compat.is_processed(layer) for _, layer in unit.layers) or not all(
+            _fits(live_tensor(trace, key), trace.stand_ins[key]) for key in unit.keys
+        )
+    return sorted(units.values(), key=lambda unit: order[unit.layers[0][1]])
+
+
+def live_tensor(trace: LoadTrace, key: str) -> Tensor | None:
+    """What the engine holds at a destination now."""
+    slot = trace.slots[key][0]
+    registry: Mapping[str, Tensor | None] = (
+        slot.layer._buffers if slot.is_buffer else slot.layer._parameters
+    )
+    return registry.get(slot.name)
+
+
+def process(
+    unit: Unit, staged: Mapping[str, Tensor], trace: LoadTrace, device: torch.device
+) -> None:
+    """Post-process a unit once, and copy the result over its kernel tensors.
+
+    Args:
+        staged: its written destinations, filled, in load-time layout.
+
+    Whatever happens, the layers hold the tensors that they held before.
+    """
+    for path, layer in unit.layers:
+        kernel = compat.Registries(layer)
+        pins = _Pins([layer])
+        experts = compat.take_moe_kernels(layer)
+        done = False
+        try:
+            _install(path, layer, kernel, staged, trace, device)
+            if compat.is_processed(layer):
+                compat.drop_moe_kernels(experts)
+                compat.post_process(layer)
+            _copy_back(path, layer, kernel, {key.rpartition(".")[2] for key in unit.keys})
+            pins.restore()
+            done = True
+        finally:
+            kernel.put_back()
+            if not done:
+                compat.give_moe_kernels(experts)
+
+
+def finish_attention(model: nn.Module, model_config: Any) -> None:
+    """What a cold load does to attention layers after all others."""
+    for layer in model.modules():
+        if compat.is_attention(layer):
+            pins = _Pins([layer, getattr(layer, "impl", None)])
+            compat.finish_attention(layer, model_config)
+            pins.restore()
+
+
+class _Pins:
+    """Tensors in plain attributes: values may change, addresses must not."""
+
+    def __init__(self, holders: Iterable[object]) -> None:
+        self._held = [
+            (holder, name, value)
+            for holder in holders
+            if hasattr(holder, "__dict__")
+            for name, value in vars(holder).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for holder, name, old in self._held:
+                new = vars(holder).get(name)
+                if isinstance(new, Tensor) and new is not old and _same_layout(new, old):
+                    old.copy_(new)
+                    vars(holder)[name] = old
+
+
+def _check(unit: Unit, trace: LoadTrace) -> None:
+    for path, layer in unit.layers:
+        if compat.is_attention(layer):
+            raise TraceError(
+                f"attention layer {path!r} loads weights of its own ({', '.join(unit.keys[:3])}): "
+                "these can't be updated in place; restart the engine to change them"
+            )
+    for key in unit.keys:
+        live, like = live_tensor(trace, key), trace.stand_ins[key]
+        if trace.tape.written[key].complete or (live is not None and _same_layout(live, like)):
+            continue
+        raise TraceError(
+            f"parameter {key!r} is loaded in part, and its layout is another once it is "
+            "processed: what a cold load leaves in the rest can't be known; restart the engine"
+        )
+
+
+def _fits(live: Tensor | None, like: Tensor) -> bool:
+    return live is not None and _same_layout(live, like) and live.stride() == like.stride()
+
+
+def _same_layout(tensor: Tensor, like: Tensor) -> bool:
+    return tensor.shape == like.shape and tensor.dtype == like.dtype
+
+
+def _install(
+    path: str,
+    layer: nn.Module,
+    kernel: compat.Registries,
+    staged: Mapping[str, Tensor],
+    trace: LoadTrace,
+    device: torch.device,
+) -> None:
+    """Put a layer into load-time layout, filled as a cold load fills it."""
+    by_layer: dict[tuple[str, bool], str] = {
+        (slot.name, slot.is_buffer): key
+        for key in staged
+        for slot in trace.slots[key]
+        if slot.layer is layer
+    }
+    found = compat.load_time_tensors(layer)
+    for is_buffer, registry, before in (
+        (False, layer._parameters, kernel.parameters),
+        (True, layer._buffers, kernel.buffers),
+    ):
+        live: Mapping[str, Tensor | None] = before  # type: ignore[assignment]
+        slots: dict[str, Any] = registry  # type: ignore[assignment]
+        for name, tensor in live.items():
+            if tensor is not None and not compat.stays_live(name):
+                del slots[name]
+        for name, like in found[is_buffer].items():
+            key = by_layer.get((name, is_buffer))
+            old = live.get(name)
+            if compat.stays_live(name):
+                if key is not None and old is not None:
+                    old.data.copy_(staged[key])
+            elif key is not None:
+                slots[name] = staged[key]
+            else:
+                slots[name] = initial(f"{path}.{name}", like, old, device)
+
+
+def initial(key: str, like: Tensor, live: Tensor | None, device: torch.device) -> Tensor:
+    """A load-time tensor with what no loader writes as it is: padding, untouched buffers."""
+    tensor = compat.materialised(like, device)
+    if live is None or not _same_layout(live, like):
+        raise TraceError(
+            f"tensor {key!r} isn't loaded, and its layout is another once it is processed: what a "
+            "cold load starts from can't be known; restart the engine to change this layer"
+        )
+    tensor.data.copy_(live)
+    return tensor
+
+
+def _copy_back(
+    path: str, layer: nn.Module, kernel: compat.Registries, loaded: set[str]
+) -> None:
+    """Copy processed values into the memory that kernels and CUDA graphs know."""
+    copies: list[tuple[Tensor, Tensor]] = []
+    for name, old in (*kernel.parameters.items(), *kernel.buffers.items()):
+        if old is None or (name in kernel.non_persistent and name not in loaded):
+            continue
+        new = layer._parameters.get(name)
+        new = layer._buffers.get(name) if new is None else new
+        if new is None or new is old:
+            continue
+        if not _same_layout(new, old):
+            raise TraceError(
+                f"{path}.{name} is {tuple(new.shape)}, {new.dtype} after processing and was "
+                f"{tuple(old.shape)}, {old.dtype}: it can't be updated in place; restart the engine"
+            )
+        copies.append((old, new))
+    copy: Callable[[Tensor], Tensor]
+    for old, new in copies:
+        copy = old.data.copy_
+        copy(new)
