@@ -40,13 +40,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from weightwire.deadline import Watch
+from weightwire.errors import PluginError
 from weightwire.table import Region, TensorTable
 
 __all__ = [
@@ -55,16 +57,22 @@ __all__ = [
     "BackendConfig",
     "Capabilities",
     "Context",
+    "MAX_DESCRIPTION",
     "Offer",
     "Policy",
     "ReceiverTransport",
     "Seal",
     "SenderTransport",
+    "checked_description",
 ]
 
 API = 0
 """Number of the contract.  0 may change until the third built-in backend has landed."""
 
+MAX_DESCRIPTION = 1 << 20
+"""Bytes of the longest ``describe``."""
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Flow = Literal["store", "pull", "push", "collective"]
 Wait = Literal["applied", "published"]
 
@@ -117,9 +125,9 @@ class Capabilities:
 class Policy(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """Identity of one attempt to send one policy version."""
 
-    incarnation: int
-    version: int
-    attempt: int = 1
+    incarnation: Number
+    version: Number
+    attempt: Number = 1
 
     def __str__(self) -> str:
         return f"version {self.version} (incarnation {self.incarnation}, attempt {self.attempt})"
@@ -137,9 +145,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     policy: Policy
-    table_digest: str
-    roster: tuple[str, ...]
-    senders: tuple[bytes, ...]
+    table_digest: Annotated[str, Meta(max_length=128)]
+    roster: Annotated[tuple[Annotated[str, Meta(max_length=127)], ...], Meta(max_length=1 << 20)]
+    senders: Annotated[tuple[bytes, ...], Meta(max_length=1 << 20)]
     verify: Literal["off", "sample", "full"]
 
 
@@ -148,9 +156,11 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
     Attributes:
         digests: by tensor index, the 64-bit digest of the shards that this owner serves.
+        owner: the trainer rank that serves them; -1 if that isn't known.
     """
 
     digests: dict[int, int]
+    owner: int = -1
 
 
 @dataclass(frozen=True)
@@ -364,3 +374,13 @@ class Backend(ABC):
     @abstractmethod
     def open_receiver(self, context: Context) -> ReceiverTransport:
         """The transport of one inference rank."""
+
+
+def checked_description(description: bytes) -> bytes:
+    """What a transport says of itself, if it may travel in a record."""
+    if len(description) > MAX_DESCRIPTION:
+        raise PluginError(
+            f"a transport describes itself with {len(description)} bytes, more than "
+            f"{MAX_DESCRIPTION}: put large data where the backend's peers can fetch it"
+        )
+    return description

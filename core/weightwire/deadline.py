@@ -93,10 +93,17 @@ class Watch:
         self._failure: BaseException | None = None
         self._deadline: Deadline | None = None
         self._wake = threading.Event()
+        self._call = 0
+
+    @property
+    def call(self) -> int:
+        """Number of the running call, to report a failure of that one only."""
+        return self._call
 
     def start(self, deadline: Deadline) -> None:
         """Begin a new call: forget earlier failures and take its deadline."""
         with self._lock:
+            self._call += 1
             self._failure = None
             self._deadline = deadline
             self._wake.clear()
@@ -107,9 +114,15 @@ class Watch:
             raise RuntimeError("Watch.start() comes before any wait")
         return self._deadline
 
-    def fail(self, error: BaseException) -> None:
-        """Make the current wait, and every later one of this call, raise ``error``."""
+    def fail(self, error: BaseException, call: int | None = None) -> None:
+        """Make the current wait, and every later one of this call, raise ``error``.
+
+        Args:
+            call: the call that it is about; a verdict on an earlier one is dropped.
+        """
         with self._lock:
+            if call is not None and call != self._call:
+                return
             if self._failure is None:
                 self._failure = error
             self._wake.set()

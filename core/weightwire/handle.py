@@ -19,6 +19,8 @@ __all__ = ["Handle", "close_all", "ranks_of"]
 
 T = TypeVar("T")
 
+_CLOSE_SECONDS = 60.0
+
 
 class Handle:
     """Base of ``WeightSender`` and ``WeightReceiver``.
@@ -34,7 +36,9 @@ class Handle:
         self._watch = Watch()
         self._pid = os.getpid()
         self._busy = threading.Lock()
+        self._owner: int | None = None  # thread that runs the call
         self._closed = False
+        self._is_released = False
 
     @property
     def backend(self) -> str:
@@ -62,15 +66,56 @@ class Handle:
     def _enter(self, timeout: float | None) -> None:
         """Take the handle for one call and start its deadline."""
         deadline = Deadline(self._timeout if timeout is None else timeout)
+        self._take()
+        self._watch.start(deadline)
+        if self._closed:  # while we took it: close() waits for us
+            self._leave()
+            self._check_usable()
+
+    def _take(self) -> None:
         self._check_usable()
         if not self._busy.acquire(blocking=False):
             raise HandleError(
                 f"this {self._role} is busy with another call: wait for it, or open a second one"
             )
-        self._watch.start(deadline)
+        self._owner = threading.get_ident()
 
     def _leave(self) -> None:
+        self._owner = None
         self._busy.release()
+        if self._closed and not self._is_released:
+            self.close()  # it was asked for on this thread, in the middle of the call
+
+    def close(self) -> None:
+        """Leave the session and release everything.  Idempotent; in a fork it does nothing.
+
+        A call that runs on another thread is aborted and waited for.  Called from
+        within a call (a signal handler, an observer), it ends that call first.
+
+        Raises:
+            HandleError: the call on the other thread doesn't end.
+        """
+        if self._is_released or self._is_forked:
+            return
+        self._closed = True
+        self._watch.cancel(f"the {self._role} was closed")
+        if self._owner == threading.get_ident():
+            return
+        if not self._busy.acquire(timeout=_CLOSE_SECONDS):
+            raise HandleError(
+                f"this {self._role} can't be closed: its call on another thread hasn't ended "
+                f"within {_CLOSE_SECONDS:g} s of being cancelled: look at what it runs"
+            )
+        try:
+            if not self._is_released:
+                self._is_released = True
+                self._release()
+        finally:
+            self._busy.release()
+
+    def _release(self) -> None:
+        """Release what the handle holds; no call runs."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def _call(self, timeout: float | None) -> Iterator[None]:
@@ -92,15 +137,19 @@ class Handle:
                 setter(value)
 
         def run() -> None:
+            self._owner = threading.get_ident()
             try:
                 with calling(self._watch.deadline):
                     result = body()
             except BaseException as error:
-                self._leave()
-                loop.call_soon_threadsafe(finish, done.set_exception, error)
+                tell(done.set_exception, error)
             else:
-                self._leave()
-                loop.call_soon_threadsafe(finish, done.set_result, result)
+                tell(done.set_result, result)
+
+        def tell(setter: Callable[[Any], None], value: object) -> None:
+            self._leave()
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(finish, setter, value)
 
         thread = threading.Thread(target=run, name=f"weightwire-{self._role}", daemon=True)
         try:
@@ -118,6 +167,9 @@ class Handle:
             if not done.cancelled():
                 done.exception()  # retrieved: the cancellation is what the caller sees
             raise
+        except GeneratorExit:  # the task was dropped with its loop: nothing can be awaited
+            self._watch.cancel(f"the task that ran this {self._role}'s call is gone")
+            raise
         finally:
             if done.done():
                 thread.join()
@@ -131,6 +183,8 @@ def ranks_of(
         if rank is not None or world_size is not None:
             raise ConfigError("group= and rank=/world_size= say the same thing: give one of them")
         return group.rank(), group.size()
+    if rank is None and world_size is not None and world_size > 1:
+        raise ConfigError(f"world_size={world_size} without rank=: say which rank this process is")
     rank, world_size = rank or 0, 1 if world_size is None else world_size
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} isn't below world_size {world_size}: count ranks from 0")

@@ -16,11 +16,12 @@ from torch import Tensor
 from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
 from weightwire.deadline import Watch
 from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
-from weightwire.errors import VerificationError
+from weightwire.errors import TableMismatch, VerificationError
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
+from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
-from weightwire.table import Region, TensorTable
+from weightwire.table import Region, TensorTable, tiles
 from weightwire.targets import WeightTarget
 
 __all__ = ["FetchPlan", "SendPlan", "combine"]
@@ -61,6 +62,7 @@ class SendPlan:
             pieces = exchange.of_group(group) if exchange is not None else ()
             if layout.places or any(rank in (piece.holder, piece.owner) for piece in pieces):
                 self._groups.append((group, layout, pieces))
+        self._rank = rank
         self._keys = [tensor_key(entry.name) for entry in table.tensors]
         self.nbytes = sum(
             place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
@@ -100,7 +102,7 @@ class SendPlan:
             with phases.timed("verify"):
                 digests = self._digests(layout, staged, verify, version)
             with phases.timed("announce"):
-                transport.put(group, staged, Seal(digests))
+                transport.put(group, staged, Seal(digests, self._rank))
             total = (total + sum(digests.values())) & _MASK
         with phases.timed("wait"):
             transport.finish()
@@ -173,9 +175,18 @@ class FetchPlan:
     def __init__(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self.table = table
         self.regions = tuple(regions)
+        _validate(table, self.regions)
         by_tensor: dict[int, list[int]] = {}
         for position, region in enumerate(self.regions):
             by_tensor.setdefault(region.tensor, []).append(position)
+        self._whole = {
+            i
+            for i, positions in by_tensor.items()
+            if tiles(
+                table.tensors[i].shape,
+                [(self.regions[p].offsets, self.regions[p].sizes) for p in positions],
+            )
+        }
         self._groups: list[tuple[int, list[int]]] = []
         for group, members in enumerate(table.groups):
             positions = [p for i in members.tensors for p in by_tensor.get(i, ())]
@@ -196,13 +207,14 @@ class FetchPlan:
         verify: Verify,
         watch: Watch,
         phases: Phases,
-    ) -> int:
-        """Bring, verify and write every group; returns the digest of what arrived.
+    ) -> Fetched:
+        """Bring, verify and write every group; returns the digests of what arrived.
 
         Raises:
             VerificationError: a tensor isn't what its owner sealed.
         """
         total = 0
+        parts: list[PartDigests] = []
         for group, positions in self._groups:
             watch.check(f"group {group}")
             memory, reused = self._memory(group, positions, transport, target, capabilities)
@@ -210,12 +222,12 @@ class FetchPlan:
             with phases.timed("fetch"):
                 seals = transport.fetch(group, memory)
             with phases.timed("verify"):
-                total = (total + self._verify(memory, seals, verify, version)) & _MASK
+                total = (total + self._verify(memory, seals, verify, version, parts)) & _MASK
             with phases.timed("replay"):
                 target.write(group, self._by_region(memory, keep))
         with phases.timed("commit"):
             transport.finish()
-        return total
+        return Fetched(total, tuple(parts))
 
     def _memory(
         self,
@@ -254,9 +266,18 @@ class FetchPlan:
         }
 
     def _verify(
-        self, memory: Mapping[int, Tensor], seals: Sequence[Seal], verify: Verify, version: int
+        self,
+        memory: Mapping[int, Tensor],
+        seals: Sequence[Seal],
+        verify: Verify,
+        version: int,
+        parts: list[PartDigests],
     ) -> int:
-        """Compare whole tensors with their owners' digests, from the receiver's own memory."""
+        """Compare whole tensors with their owners' digests, from the receiver's own memory.
+
+        What this rank holds in part is appended to ``parts``, to be compared
+        together with the parts of the replica's other ranks.
+        """
         if verify == "off":
             return 0
         expected: dict[int, int] = {}
@@ -272,27 +293,54 @@ class FetchPlan:
             verify,
             version,
         )
-        total = 0
-        for region, tensor, arrived in zip(regions, memory.values(), arrivals, strict=True):
-            entry = self.table.tensors[region.tensor]
-            total = (total + arrived) & _MASK
-            if region.sizes != entry.shape or tensor.numel() == 0:
-                continue  # a part's digest means something only together with its siblings'
-            if region.tensor not in expected:
+        found: dict[int, list[tuple[Region, int]]] = {}
+        for region, arrived in zip(regions, arrivals, strict=True):
+            found.setdefault(region.tensor, []).append((region, arrived))
+        for i, boxes in found.items():
+            entry = self.table.tensors[i]
+            if entry.numel == 0:
+                continue
+            if i not in self._whole:
+                digests = tuple((region.offsets, region.sizes, value) for region, value in boxes)
+                sealed = {seal.owner: seal.digests[i] for seal in seals if i in seal.digests}
+                parts.append(PartDigests(i, digests, sealed))
+                continue
+            if i not in expected:
                 raise VerificationError(
                     f"tensor {entry.name!r} of version {version} came without a digest: "
                     "run one weightwire version on both sides"
                 )
-            if arrived != expected[region.tensor]:
+            arrived = sum(value for _, value in boxes) & _MASK
+            if arrived != expected[i]:
                 raise VerificationError(
                     f"tensor {entry.name!r} of version {version} isn't what was sent (digest "
-                    f"{arrived:016x}, sealed {expected[region.tensor]:016x}): send it again"
+                    f"{arrived:016x}, sealed {expected[i]:016x}): send it again"
                 )
-        return total
+        return sum(arrivals) & _MASK
 
     def release(self) -> None:
         """Give the receive buffer back."""
         self._scratch.release()
+
+
+def _validate(table: TensorTable, regions: Sequence[Region]) -> None:
+    """Refuse regions that don't lie in the table's tensors: a target made them."""
+    if len(set(regions)) != len(regions):
+        raise TableMismatch("the target plans one region twice: return each region once")
+    for region in regions:
+        inside = 0 <= region.tensor < len(table.tensors) and (
+            len(region.offsets) == len(region.sizes) == len(table.tensors[region.tensor].shape)
+        )
+        if not inside or any(
+            offset < 0 or size < 0 or offset + size > extent
+            for offset, size, extent in zip(
+                region.offsets, region.sizes, table.tensors[region.tensor].shape, strict=True
+            )
+        ):
+            raise TableMismatch(
+                f"the target plans {region}, which lies in no tensor of the table: "
+                "plan from the table that it is given"
+            )
 
 
 def _digest(

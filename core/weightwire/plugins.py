@@ -49,12 +49,14 @@ class Provided:
         name: backend name or URL scheme; the entry point's name when that isn't known.
         distribution: ``name version`` of the distribution, for messages.
         value: the backend or scheme; None when ``error`` says what is wrong.
+        plugin: name of the plug-in that provides it.
     """
 
     name: str
     distribution: str
     value: Any
     error: PluginError | None = None
+    plugin: str = ""
 
 
 class Registry:
@@ -116,7 +118,8 @@ class Registry:
                 continue
             try:
                 value = implementation()
-                found.append(Provided(check(value, distribution), distribution, value))
+                provided = check(value, distribution)
+                found.append(Provided(provided, distribution, value, plugin=name))
             except PluginError as error:
                 self._fail(name, distribution, str(error), error)
             except Exception as error:
@@ -134,7 +137,7 @@ class Registry:
         error = PluginError(message)
         error.__cause__ = cause
         log.debug("%s", message)
-        self._broken.append(Provided(name, distribution, None, error))
+        self._broken.append(Provided(name, distribution, None, error, plugin=name))
 
     # -------------------------------------------------------------------- selection
 
@@ -176,7 +179,9 @@ class Registry:
         if self._manager.has_plugin(label):
             self._manager.unregister(name=label)
         for found in (self._backends, self._schemes, self._broken):
-            found[:] = [item for item in found if item.distribution != distribution]
+            found[:] = [
+                item for item in found if (item.plugin, item.distribution) != (name, distribution)
+            ]
 
     def _select(
         self, found: list[Provided], name: str, what: str, missing: type[ConfigError]

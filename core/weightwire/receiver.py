@@ -41,6 +41,7 @@ __all__ = ["WeightReceiver", "open_receiver"]
 
 _RETURN_PAUSE = 0.1
 _GOODBYE_SECONDS = 1.0
+_RELEASE_SECONDS = 10.0
 
 
 class WeightReceiver(Handle):
@@ -182,10 +183,20 @@ class WeightReceiver(Handle):
         info = self._machine.tainted
         return info.message if info is not None else None
 
+    def holds(self, version: int) -> bool:
+        """Whether this replica wholly holds ``version`` or a later one, and it still counts.
+
+        False while a newer attempt of it is on offer, and for a version of an
+        earlier sender that the running one didn't take up.
+        """
+        self._check_usable()
+        return self._version is not None and self._machine.holds(version)
+
     def poll(self) -> int | None:
         """The version on offer that ``receive`` would take now, or None.  Never waits for peers."""
-        with self._call(None):
-            self._rejoin_if_replaced()
+        with contextlib.nullcontext() if self._attempt is not None else self._call(None):
+            if self._attempt is None:
+                self._rejoin_if_replaced()
             record = self._machine.newest_offer()
             return record.offer.policy.version if record is not None else None
 
@@ -248,9 +259,7 @@ class WeightReceiver(Handle):
     @contextlib.contextmanager
     def _resumed(self) -> Any:
         """A later part of a call: the same deadline, no new one."""
-        self._check_usable()
-        if not self._busy.acquire(blocking=False):
-            raise HandleError("this receiver is busy with another call: wait for it")
+        self._take()
         try:
             with calling(self._watch.deadline):
                 yield
@@ -328,7 +337,7 @@ class WeightReceiver(Handle):
                 attempt.run.finish()
             else:
                 drive(self._replica.commit_on_all(attempt), self._watch)
-                self._machine.tainted = None
+                self._machine.serving, self._machine.tainted = attempt.policy, None
         except BaseException as error:
             self._end_failed(attempt, error)
             raise
@@ -360,7 +369,8 @@ class WeightReceiver(Handle):
         self._attempt = None
         if self._rank != 0:
             restored = self._replica.roll_back(attempt, error)
-            self._machine.tainted = None if restored else ErrorInfo.of(error)
+            if not restored:
+                self._machine.tainted = ErrorInfo.of(error)
             self._version = attempt.before if restored else None
         else:
             serving = self._machine.serving
@@ -386,46 +396,40 @@ class WeightReceiver(Handle):
 
     def _look_around(self) -> None:
         """On the lease's thread: end a running transfer whose sender is gone."""
+        call = self._watch.call
         attempt = self._attempt
         if attempt is None and not self._busy.locked():
             return  # no call runs, or the receiver isn't wholly open yet
-        moving = (
-            attempt is not None
-            and attempt.offer is not None
-            and self._backend.capabilities.flow != "store"
-        )
+        moves_now = self._backend.capabilities.flow != "store"
+        offer = attempt.offer if attempt is not None and moves_now else None
         try:
             if not self._session.store.outlives_members and self._session.is_replaced():
                 self._gone = SessionError(
                     f"session {self._session.url} was made anew: receive its version"
                 )
-                self._watch.fail(self._gone)
-            elif moving:
-                failure = self._machine.sender_failure(attempt.offer)
+                self._watch.fail(self._gone, call)
+            elif offer is not None:
+                failure = self._machine.sender_failure(offer)
                 if failure is not None:
-                    self._watch.fail(failure)
+                    self._watch.fail(failure, call)
         except SessionError as error:
-            if not moving or self._session.store.outlives_members:
+            if offer is None or self._session.store.outlives_members:
                 raise
-            self._watch.fail(PeerLost(f"the sender is gone, and its session with it: {error}"))
+            self._watch.fail(
+                PeerLost(f"the sender is gone, and its session with it: {error}"), call
+            )
 
     # ---------------------------------------------------------------------- closing
 
-    def close(self) -> None:
-        """Leave the session and release everything.  Idempotent; in a fork it does nothing."""
-        if self._closed or self._is_forked:
-            return
-        self._closed = True
-        self._watch.cancel("the receiver was closed")
-        with self._busy:  # a call on another thread ends first
-            self._watch.start(Deadline(self._timeout))
-            close_all(
-                lambda: self._give_up(HandleError("the receiver was closed before commit()")),
-                self._keeper.stop,
-                self._transport.close,
-                self._say_goodbye,
-                self._session.close,
-            )
+    def _release(self) -> None:
+        self._watch.start(Deadline(_RELEASE_SECONDS))
+        close_all(
+            lambda: self._give_up(HandleError("the receiver was closed before commit()")),
+            self._keeper.stop,
+            self._transport.close,
+            self._say_goodbye,
+            self._session.close,
+        )
 
     def _say_goodbye(self) -> None:
         if self._rank == 0:

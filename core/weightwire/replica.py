@@ -7,10 +7,11 @@ import time
 
 import msgspec
 
-from weightwire.contract import Capabilities, Offer, Policy, ReceiverTransport
+from weightwire.contract import Capabilities, Offer, Policy, ReceiverTransport, checked_description
 from weightwire.deadline import Deadline, Watch
 from weightwire.errors import SessionError, TableMismatch, WeightWireError
 from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
+from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan, combine
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
@@ -24,6 +25,7 @@ __all__ = ["Attempt", "Replica"]
 
 _GO, _AGAIN = b"go", b"again"
 _ROLLBACK_SECONDS = 0.15
+_MOST_ROLLBACK_SECONDS = 3.0
 """How long ranks wait for each other's roll-back beyond the call's deadline."""
 
 
@@ -100,7 +102,7 @@ class Replica:
         if attempt.offer is not None:
             self._agreement.tell("go", _AGAIN)
         attempt.reset(offer)
-        self._agreement.next_round()
+        self._agreement.open_round()
         attempt.told = True
         self._agreement.tell("offer", msgspec.msgpack.encode(offer))
         return drive(self.prepare_on_all(attempt, offer), self._watch)
@@ -113,13 +115,14 @@ class Replica:
         with attempt.phases.timed("ready"):
             try:
                 self._prepare(offer)
-                described = self._transport.describe()
+                described = checked_description(self._transport.describe())
             except BaseException as caught:  # an interruption too: the other ranks are told
                 error = caught
             return (yield from self._agreement.agree("prepared", described, error))
 
     def _prepare(self, offer: Offer) -> None:
-        if offer.table_digest == self._table_digest:
+        if offer.table_digest == self._table_digest and self._plan is not None:
+            self._check_senders(offer, self._plan.table)
             return
         payload = self._session.get_blob(offer.table_digest)
         if payload is None:
@@ -128,29 +131,32 @@ class Replica:
                 "send a new version"
             )
         table = TensorTable.decode(payload)
-        if len(offer.senders) != table.world_size:
-            raise TableMismatch(
-                f"{offer.policy} names {len(offer.senders)} sender ranks, its table "
-                f"{table.world_size}: run one weightwire version on both sides"
-            )
+        self._check_senders(offer, table)
         self._table_digest = ""
         regions = tuple(self._target.plan(table))
         self._transport.set_plan(table, regions)
         self._plan = FetchPlan(table, regions)
         self._table_digest = offer.table_digest
 
+    def _check_senders(self, offer: Offer, table: TensorTable) -> None:
+        if len(offer.senders) != table.world_size:
+            raise TableMismatch(
+                f"{offer.policy} names {len(offer.senders)} sender ranks, its table "
+                f"{table.world_size}: run one weightwire version on both sides"
+            )
+
     def fetch_on_all(self, attempt: Attempt) -> Steps[None]:
         assert self._plan is not None  # noqa: S101 - prepared
         assert attempt.offer is not None  # noqa: S101 - begun
         offer = attempt.offer
         error: BaseException | None = None
-        digest = 0
+        fetched = Fetched()
         self._receiving = True
         try:
             self._transport.begin(offer)
             attempt.dirty = True
             self._target.begin(offer.policy.version)
-            digest = self._plan.fetch(
+            fetched = self._plan.fetch(
                 self._transport,
                 self._target,
                 self._capabilities,
@@ -164,10 +170,11 @@ class Replica:
                 raise
             error = caught
             self._abort(error)  # first, so that no sender makes another rank wait for this one
-        payload = digest.to_bytes(8, "little")
-        digests = yield from self._agreement.agree("fetched", payload, error)
-        attempt.digest = digest
-        attempt.total = sum(int.from_bytes(part, "little") for part in digests) & ((1 << 64) - 1)
+        payloads = yield from self._agreement.agree("fetched", fetched.encode(), error)
+        ranks = [Fetched.decode(payload) for payload in payloads]
+        compare_parts(self._plan.table, ranks, offer.policy.version)  # the same on every rank
+        attempt.digest = fetched.digest
+        attempt.total = sum(rank.digest for rank in ranks) & ((1 << 64) - 1)
 
     def commit_on_all(self, attempt: Attempt) -> Steps[Applied]:
         assert attempt.offer is not None  # noqa: S101 - begun
@@ -197,6 +204,7 @@ class Replica:
     def roll_back(self, attempt: Attempt, error: BaseException) -> bool:
         """Undo on this rank; True only if every rank's target is what it was."""
         restored = True
+        self._table_digest = ""  # the next version is planned anew: the target may have changed
         self._abort(error)
         if attempt.dirty:
             try:
@@ -204,8 +212,10 @@ class Replica:
             except Exception as failure:
                 error.add_note(f"rolling back failed too: {failure}")
                 restored = False
-        if self._agreement.alone:
+        if self._agreement.alone or attempt.committed:
             return restored
+        for step in ("fetched", "committed"):  # whoever still waits there hears why
+            self._agreement.fail(step, error)
         report = RankReport(b"\1" if restored else b"\0")
         try:
             reports = drive(self._agreement.gather("rolled-back", report), self._watch_rollback())
@@ -231,7 +241,7 @@ class Replica:
 
     def _follow_begin(self, attempt: Attempt) -> Steps[Offer]:
         while True:
-            self._agreement.next_round()
+            yield from self._agreement.next_round()
             offer = msgspec.msgpack.decode((yield from self._agreement.hear("offer")), type=Offer)
             attempt.reset(offer)
             yield from self.prepare_on_all(attempt, offer)
@@ -241,7 +251,8 @@ class Replica:
     def _watch_rollback(self) -> Watch:
         """A watch without the failure that is being rolled back."""
         watch = Watch()
-        watch.start(Deadline(self._watch.deadline.remaining() + _ROLLBACK_SECONDS))
+        left = self._watch.deadline.remaining()
+        watch.start(Deadline(min(left, _MOST_ROLLBACK_SECONDS) + _ROLLBACK_SECONDS))
         return watch
 
     def tell_failure(self, attempt: Attempt, error: BaseException) -> None:
@@ -252,7 +263,7 @@ class Replica:
                 self._agreement.fail("fetched", error)
             return
         if not attempt.told:
-            self._agreement.next_round()
+            self._agreement.open_round()
             self._agreement.tell("offer", b"", error)
         self._agreement.tell("go", b"", error)
 

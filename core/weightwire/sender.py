@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -62,8 +63,10 @@ class WeightSender(Handle):
                 "receivers; choose a backend that stores versions, such as 'filesystem'"
             )
         self._last: Report | None = None
+        self._published = ""  # digest of the table that the session holds
         self._is_heard = False  # the other ranks read, or have read, how the last call ended
         self._sending: Offer | None = None
+        self._verdicts = threading.Lock()  # a version ends, or a receiver is struck off it
         deadline = Deadline(options.open_timeout)
         self._watch.start(deadline)
         with calling(deadline), contextlib.ExitStack() as undo:
@@ -241,7 +244,8 @@ class WeightSender(Handle):
             self._transport.publish()
 
         try:
-            self._session.put_blob(self._ours.table.encode())
+            if self._published != self._ours.table_digest:
+                self._published = self._session.put_blob(self._ours.table.encode())
             offering = Offering(
                 version=version,
                 table_digest=self._ours.table_digest,
@@ -258,7 +262,8 @@ class WeightSender(Handle):
             self._abandon(error, started=bool(reports))
             raise
         finally:
-            self._sending = None
+            with self._verdicts:
+                self._sending = None
         self._agreement.tell("outcome", b"")
         self._retire()
         lap("commit")
@@ -266,7 +271,7 @@ class WeightSender(Handle):
 
     def _retire(self) -> None:
         try:
-            self._retention.retire(self._transport.drop)
+            self._retention.retire(self._transport.drop, self._ours.blobs)
         except WeightWireError as error:
             # The version is out all the same; the next one tries again.
             log.warning("old versions weren't dropped: %s", error)
@@ -287,7 +292,8 @@ class WeightSender(Handle):
             self._agreement.fail("sent", error)
             raise
         finally:
-            self._sending = None
+            with self._verdicts:
+                self._sending = None
         return self._finished_report(report, phases, began)
 
     def _abandon(self, error: BaseException, *, started: bool) -> None:
@@ -310,9 +316,10 @@ class WeightSender(Handle):
         running transfer when its peers are gone."""
         if not self._busy.locked():
             return  # no call runs, or the sender isn't wholly open yet
+        call = self._watch.call
         superseded = self._machine.supersession()
         if superseded is not None:
-            self._watch.fail(superseded)
+            self._watch.fail(superseded, call)
         offer = self._sending
         if offer is None or self._backend.capabilities.flow == "store":
             return
@@ -325,10 +332,13 @@ class WeightSender(Handle):
                 error = PeerLost(f"receiver {receiver_id!r} is gone: restart it and send again")
             else:
                 continue
-            if self._goes_on_without_lost:
-                self._transport.lose(receiver_id)
-            else:
-                self._watch.fail(error)
+            if not self._goes_on_without_lost:
+                self._watch.fail(error, call)
+                continue
+            with self._verdicts:
+                # Not after that version ended: the next one may have the receiver again.
+                if self._sending is offer:
+                    self._transport.lose(receiver_id)
 
     @property
     def _goes_on_without_lost(self) -> bool:
@@ -357,19 +367,13 @@ class WeightSender(Handle):
 
     # ---------------------------------------------------------------------- closing
 
-    def close(self) -> None:
-        """Leave the session and release everything.  Idempotent; in a fork it does nothing."""
-        if self._closed or self._is_forked:
-            return
-        self._closed = True
-        self._watch.cancel("the sender was closed")
-        with self._busy:  # a call on another thread ends first
-            close_all(
-                self._keeper.stop,
-                self._transport.close,
-                self._say_goodbye,
-                self._session.close,
-            )
+    def _release(self) -> None:
+        close_all(
+            self._keeper.stop,
+            self._transport.close,
+            self._say_goodbye,
+            self._session.close,
+        )
 
     def _say_goodbye(self) -> None:
         if self._rank != 0:

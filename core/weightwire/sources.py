@@ -173,16 +173,26 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     values: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     carriers: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
+    wires: dict[str, str] = {}
+    # All at once, and kept: a mapping may make its values on access, and an object that is
+    # gone leaves its identity to the next one.
+    items = list(tensors.items())
+    for name, tensor in items:
         validate_tensor_name(name)
         box = local_box(name, tensor)
         identities = _identities(tensor, box.local)
         carrier = next((carriers[key] for key in identities if key in carriers), None)
+        wire = dtype_name(rules.for_tensor(name, tensor.dtype))
         if carrier is not None:
+            if wire != wires[carrier]:
+                raise ConfigError(
+                    f"tensor {name!r} is tied to {carrier!r} and can't be {wire} on the wire while "
+                    f"that is {wires[carrier]}: name both in keep_dtype, or neither"
+                )
             ties[name] = carrier
             continue
+        wires[name] = wire
         carriers.update(dict.fromkeys(identities, name))
-        wire = dtype_name(rules.for_tensor(name, tensor.dtype))
         entries.append(TensorEntry(name, box.shape, wire, (Shard(0, box.offsets, box.sizes),)))
         values[name] = box.local
     return Resolved(Spec(tuple(entries), ties), values)
@@ -193,5 +203,6 @@ def _identities(tensor: Tensor, local: Tensor) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = [("object", id(tensor))]
     if local.numel():
         place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), local.dtype)
-        found.append(("memory", *place, tuple(tensor.shape)))
+        lazily = (local.is_conj(), local.is_neg())  # other values of the same memory
+        found.append(("memory", *place, *lazily, tuple(tensor.shape)))
     return found

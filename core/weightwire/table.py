@@ -30,6 +30,7 @@ __all__ = [
     "TensorTable",
     "dtype_from_name",
     "dtype_name",
+    "tiles",
     "validate_tensor_name",
 ]
 
@@ -283,20 +284,24 @@ def _validate_shards(entry: TensorEntry, world_size: int) -> None:
             f"tensor {entry.name!r}: shards hold {volume} of {entry.numel} elements; "
             "every element needs exactly one owner"
         )
-    if len(boxes) > 1 and not _tile(entry.shape, boxes):
+    if not tiles(entry.shape, [(box.offsets, box.sizes) for box in boxes]):
         raise TableMismatch(
             f"tensor {entry.name!r}: its shards overlap; every element needs exactly one owner"
         )
 
 
-def _tile(shape: Sequence[int], boxes: Sequence[Shard]) -> bool:
-    """Whether boxes inside ``shape`` hold every element exactly once.
+def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) inside ``shape`` hold every element exactly once.
 
     Each index of each dimension gets a random weight and each element the
     product of its indices' weights, modulo a prime: the boxes' weights add up to
     that of the whole.  Boxes that don't tile it pass by a chance of less than
     2**-56 (Schwartz 1980), in time linear in their number.
     """
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    if sum(1 for _, sizes in boxes if math.prod(sizes)) < 2:
+        return True
     # Only sums over ranges are needed: the sum below each boundary is the random number.
     below: list[dict[int, int]] = [{0: 0} for _ in shape]
 
@@ -307,5 +312,5 @@ def _tile(shape: Sequence[int], boxes: Sequence[Shard]) -> bool:
             product = product * (ends[1] - ends[0]) % _PRIME
         return product
 
-    parts = sum(weight(box.offsets, box.sizes) for box in boxes) % _PRIME
+    parts = sum(weight(offsets, sizes) for offsets, sizes in boxes) % _PRIME
     return parts == weight((0,) * len(shape), shape)

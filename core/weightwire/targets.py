@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.names import checkpoint_names
+from weightwire.overlap import overlapping_pairs
 from weightwire.table import Region, TensorTable, dtype_name
 
 __all__ = ["MappingTarget", "ModuleTarget", "WeightTarget", "as_target"]
@@ -143,9 +144,17 @@ class MappingTarget(WeightTarget):
         return [Region.whole(i, table.tensors[i]) for i in sorted(destinations)]
 
     def begin(self, version: int) -> None:
-        if self._table is not None:
-            self.plan(self._table)  # parameters may have been rebound since the last version
         self._written = False
+        if self._table is None:
+            return
+        planned = list(self._destinations)
+        self.plan(self._table)  # parameters may have been rebound since the last version
+        if sorted(planned) != sorted(self._destinations):
+            changed = sorted(set(planned) ^ set(self._destinations))
+            raise TableMismatch(
+                f"tensor {self._table.tensors[changed[0]].name!r} came to the target, or left it, "
+                "since it was planned: receive again, and it is planned anew"
+            )
 
     def landing(self, region: Region) -> Tensor | None:
         first = self._destinations[region.tensor][0]
@@ -158,7 +167,7 @@ class MappingTarget(WeightTarget):
         with torch.no_grad():
             for region, value in tensors.items():
                 for place in self._destinations[region.tensor]:
-                    if place.data_ptr() != value.data_ptr() or place.numel() == 0:
+                    if not _same_memory(place, value):
                         self._written = True
                         place.copy_(value)
 
@@ -204,12 +213,9 @@ class MappingTarget(WeightTarget):
 
     def _check_aliases(self, own: Mapping[str, Tensor], carriers: Mapping[str, str]) -> None:
         """Two values can't live in one memory: the target tied what the trainer didn't."""
-        seen: dict[tuple[object, ...], str] = {}
-        for name, tensor in own.items():
-            if name not in carriers or tensor.numel() == 0:
-                continue
-            other = seen.setdefault((tensor.device, tensor.data_ptr(), tuple(tensor.shape)), name)
-            if carriers[other] != carriers[name]:
+        sent = ((name, tensor) for name, tensor in own.items() if name in carriers)
+        for other, name in overlapping_pairs(sent):
+            if carriers[other] != carriers[name] or own[other].shape != own[name].shape:
                 raise TableMismatch(
                     f"tensors {other!r} and {name!r} share memory here and are two at the trainer: "
                     "tie them at the trainer, or untie them here"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from weightwire.contract import Backend, Offer, SenderTransport, Wait
+from weightwire.contract import Backend, Offer, SenderTransport, Wait, checked_description
 from weightwire.deadline import Watch
 from weightwire.errors import ConfigError, SessionError, TableMismatch, UnsupportedOperation
 from weightwire.exchange import Exchange, ExchangePlan
@@ -31,6 +31,7 @@ class _Arrival(msgspec.Struct, frozen=True):
     version: int
     wait: str
     spec: str
+    agreed: tuple[str, ...]
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -89,21 +90,25 @@ class TrainerRank:
         """
         error = refusal
         resolved: Resolved | None = None
-        arrival = _Arrival(version, wait, "")
+        arrival = _Arrival(version, wait, "", self._digests)
         with phases.timed("offer"):
             try:
                 resolved = resolve(self._source, self._rules)
-                arrival = _Arrival(version, wait, self._publish_spec(resolved.spec))
+                spec = self._publish_spec(resolved.spec)
+                arrival = _Arrival(version, wait, spec, self._digests)
             except BaseException as caught:  # an interruption too: the other ranks are told
                 error = error or caught
-            self._agreement.next_round()
+            drive(self._agreement.next_round(), self._watch)
             payloads = drive(
                 self._agreement.agree("arrive", msgspec.msgpack.encode(arrival), error), self._watch
             )
             arrivals = [msgspec.msgpack.decode(payload, type=_Arrival) for payload in payloads]
             _refuse_unlike(arrivals)
             assert resolved is not None  # noqa: S101 - agree() raised otherwise
-            self._agree_on_table(resolved.spec, tuple(other.spec for other in arrivals))
+            digests = tuple(other.spec for other in arrivals)
+            # Unless every rank came to a table for just these last time, all make it anew.
+            if any(other.agreed != digests for other in arrivals):
+                self._agree_on_table(resolved.spec, digests)
         return resolved
 
     def _publish_spec(self, spec: Spec) -> str:
@@ -118,16 +123,15 @@ class TrainerRank:
         return self._spec_digest
 
     def _agree_on_table(self, own: Spec, digests: tuple[str, ...]) -> None:
-        """Make the table of all ranks' specs, unless it is the last version's."""
-        if digests == self._digests:
-            return
+        """Make the table of all ranks' specs."""
+        self._digests = ()  # until every rank has it
         error: BaseException | None = None
         described = b""
         try:
             specs = {digest: self._read_spec(digest) for digest in {*digests} - {self._spec_digest}}
             specs[self._spec_digest] = own
             self._use_table([specs[digest] for digest in digests])
-            described = self._transport.describe()
+            described = checked_description(self._transport.describe())
         except BaseException as caught:
             error = caught
         self.transports = drive(self._agreement.agree("table", described, error), self._watch)
@@ -161,8 +165,14 @@ class TrainerRank:
                     f"tensor {entry.name!r} has {entry.nbytes} bytes, backend "
                     f"{self._backend.name!r} takes {limit}: choose another backend"
                 )
+        self.table_digest = ""
         self._transport.set_table(table)
         self.table, self.table_digest = table, digest
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """Digests of what this trainer still reads from the session: specs and the table."""
+        return frozenset({*self._digests, self._spec_digest, self.table_digest})
 
     def abort(self, error: BaseException) -> None:
         """Give up the version that is being moved, if there is one.  Idempotent."""

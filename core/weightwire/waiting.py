@@ -8,6 +8,7 @@ random and drop some half-way, as a crash would.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -20,7 +21,7 @@ T = TypeVar("T")
 A = TypeVar("A", bound="Act")
 
 _FIRST_PAUSE = 0.0005
-_LAST_PAUSE = 0.03
+_LAST_PAUSE = 0.25
 
 
 @dataclass(frozen=True)
@@ -83,34 +84,36 @@ class Run(Generic[T]):
         self._run(None, error)
 
     def _run(self, stop_at: type[Act] | None, failure: BaseException | None) -> Act | None:
-        pause = _FIRST_PAUSE
         step, self._pending = self._pending, None
         send: Any = None
+        waits_since: float | None = None
         while True:
-            if step is None or failure is not None:
-                try:
-                    step = (
-                        self._steps.throw(failure)
-                        if failure is not None
-                        else self._steps.send(send)
-                    )
-                except StopIteration as stop:
-                    self._result = stop.value
-                    return None
-                send, failure = None, None
-                if stop_at is not None and isinstance(step, stop_at):
-                    return step
             try:
+                if step is None or failure is not None:
+                    error, failure = failure, None
+                    step = self._steps.send(send) if error is None else self._steps.throw(error)
+                    send = None
+                    if stop_at is not None and isinstance(step, stop_at):
+                        return step
                 if isinstance(step, Waiting):
                     self._watch.check(step.for_what, step.missing, step.grace)
+                    now = time.monotonic()
+                    waits_since = now if waits_since is None else waits_since
+                    # Looks are a tenth of the wait so far apart: soon at first, cheap later.
+                    pause = min(max(_FIRST_PAUSE, (now - waits_since) / 10), _LAST_PAUSE)
                     self._watch.pause(pause, step.grace)
-                    pause = min(pause * 1.5, _LAST_PAUSE)
                 else:
-                    pause = _FIRST_PAUSE
+                    waits_since = None
                     if self._perform is None:
                         raise TypeError(f"nobody performs {step!r}")
                     send = self._perform(step)
             except BaseException as error:
+                if self._steps.gi_frame is None:  # the protocol itself has ended
+                    if not isinstance(error, StopIteration):
+                        raise
+                    self._result = error.value
+                    return None
+                # Wherever it came from (an interrupt comes anywhere), the protocol aborts.
                 failure = error
             step = None
 

@@ -102,7 +102,7 @@ def test_pytest_gives_the_same_result(tmp_path: Path) -> None:
     ran = command(
         *(sys.executable, "-m", "pytest", "--pyargs", "weightwire_conformance"),
         *("--weightwire-backend", "memory", "--weightwire-quick", "-p", "no:cacheprovider"),
-        *("-k", "nobody or zero-dim", "--weightwire-json", tmp_path / "out.json"),
+        *("-k", "sent-to-nobody or zero-dim", "--weightwire-json", tmp_path / "out.json"),
         cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stdout
@@ -124,6 +124,7 @@ def test_capabilities_are_pinned() -> None:
         ranged_reads=True,
         lands_in_place=True,
         elastic=True,
+        whole_tensors=False,
         devices=frozenset({"cpu"}),
         max_receivers=None,
         max_tensor_nbytes=None,
@@ -136,6 +137,7 @@ def test_capabilities_are_pinned() -> None:
         ranged_reads=True,
         lands_in_place=True,
         elastic=True,
+        whole_tensors=True,
         devices=frozenset({"cpu"}),
         max_receivers=None,
         max_tensor_nbytes=None,

@@ -126,10 +126,33 @@ def test_claiming_waits_no_longer_than_the_callers_deadline(session, child, url)
         drive(steps, watch(0.5))
 
 
-def test_of_two_that_claim_at_once_one_wins_whatever_the_store_shows_half_made(session, tmp_path):
-    """A directory store shows an incarnation before its record is there."""
-    (tmp_path / "session" / "records" / "senders" / "000001").mkdir(parents=True)
+@pytest.mark.parametrize("shown", ["its directory", "its name"])
+def test_of_two_that_claim_at_once_one_wins_whatever_the_store_shows_half_made(
+    session, monkeypatch, shown
+):
+    """Stores may list an incarnation, or its record, just before the record is there."""
+    children = session.store.children
+    early = {"its directory": {"senders": ["000001"]}, "its name": {"senders/000001": ["record"]}}
+    listed = {"senders": ["000001"], **early[shown]}
+    monkeypatch.setattr(
+        session.store, "children", lambda prefix: listed.get(prefix) or children(prefix)
+    )
     assert claim(session).incarnation == 1
+
+
+def test_a_number_that_is_always_taken_ends_at_the_deadline(session, monkeypatch):
+    monkeypatch.setattr(session.store, "create", lambda key, value: False)
+    steps = membership.claim(
+        session,
+        LeaseObserver(session),
+        "senders",
+        member_id="sender",
+        world_size=1,
+        backend="memory",
+        lease_ttl=1.0,
+    )
+    with pytest.raises(TransferTimeout, match="no free incarnation of 'sender'"):
+        drive(steps, watch(0.2))
 
 
 def test_an_incarnation_whose_record_was_deleted_is_not_taken_again(session):

@@ -75,6 +75,22 @@ def test_a_record_and_what_lies_below_it_are_two_things(session):
     assert session.children("k/a") == []
 
 
+def test_what_another_member_deleted_is_listed_when_it_is_written_again(
+    session, session_url, open_session
+):
+    other = open_session(session_url)
+    for delete in (other.delete, other.delete_tree):
+        session.write("top/a", Lease(1))
+        assert other.children("top") == ["a"]
+        delete("top/a")
+        assert session.children("top") == []
+        session.write("top/a", Lease(2))
+        assert other.children("top") == session.children("top") == ["a"]
+        delete("top/a")
+        assert session.create("top/a", Lease(3))
+        assert other.children("top") == ["a"]
+
+
 def test_of_many_processes_exactly_one_creates_each_key(session_url, session, child):
     racers = [child("race", url=session_url, keys=40, me=i) for i in range(4)]
     for racer in racers:

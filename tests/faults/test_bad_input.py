@@ -70,11 +70,15 @@ def test_a_choice_that_names_no_backend_says_what_to_write(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("timeout", 0), ("timeout", -1.0), ("open_timeout", 0), ("lease_ttl", 0.01), ("verify", "most")],
+    [
+        ("timeout", 0),
+        ("timeout", -1.0),
+        ("open_timeout", 0),
+        ("lease_ttl", 0.01),
+        ("verify", "most"),
+    ],
 )
-def test_an_option_out_of_range_is_named(
-    make_fleet: MakeFleet, option: str, value: object
-) -> None:
+def test_an_option_out_of_range_is_named(make_fleet: MakeFleet, option: str, value: object) -> None:
     error = opening_error(make_fleet(), "sender", **{option: value})
     assert error.kind == "ConfigError"
     assert option in error.first
@@ -107,18 +111,14 @@ def test_an_option_directory_that_is_missing_is_named_and_a_second_try_works_at_
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("url", ["gopher://host/run", "/shared/run", "", "file://host/run"])
-def test_a_session_url_that_isnt_one_is_refused(
-    make_fleet: MakeFleet, role: str, url: str
-) -> None:
+def test_a_session_url_that_isnt_one_is_refused(make_fleet: MakeFleet, role: str, url: str) -> None:
     error = opening_error(make_fleet(), role, session=url)
     assert error.kind == "ConfigError"
     assert (url.partition(":")[0] or "''") in error.first
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_session_directory_without_a_parent_is_refused(
-    make_fleet: MakeFleet, role: str
-) -> None:
+def test_a_session_directory_without_a_parent_is_refused(make_fleet: MakeFleet, role: str) -> None:
     fleet = make_fleet()
     error = opening_error(fleet, role, session=f"file://{fleet.directory}/no/such/run")
     assert error.kind == "SessionError"

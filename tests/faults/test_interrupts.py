@@ -82,9 +82,7 @@ class Stage:
             self.idle = self.fleet.receiver("idle")
         receiving = self.replica.start(do, **args)
         if phase != "offer":
-            sending = self.sender.start(
-                "send", version=self.first, wait="applied", timeout=20.0
-            )
+            sending = self.sender.start("send", version=self.first, wait="applied", timeout=20.0)
         until_phase(self.replica.first, phase)
         return receiving, sending
 
@@ -105,7 +103,9 @@ class Stage:
 
 
 def outcomes(calls: Calls) -> list[str]:
-    return ["error" if "error" in call.worker.answers[call.number] else "ok" for call in calls.calls]
+    return [
+        "error" if "error" in call.worker.answers[call.number] else "ok" for call in calls.calls
+    ]
 
 
 SENDER_CASES = [(b, p) for b, phases in SENDER_PHASES.items() for p in phases]
@@ -118,9 +118,7 @@ def test_interrupting_a_send_tells_the_receivers_and_the_next_version_works(
 ) -> None:
     stage = Stage(make_fleet(f"stepped-{name}"))
     before = threads(stage.sender)
-    sending, receiving = stage.sender_at(
-        phase, "send", version=1, wait="applied", timeout=20.0
-    )
+    sending, receiving = stage.sender_at(phase, "send", version=1, wait="applied", timeout=20.0)
     stage.sender.first.interrupt()
     error = sending.error()
     assert error.kind == "KeyboardInterrupt"

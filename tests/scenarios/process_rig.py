@@ -173,7 +173,7 @@ class Worker:
             self._news.wait_for(arrived, ANSWER_SECONDS)
         if not found:
             raise AssertionError(
-                f"the worker never got to {what}; since then {self.events[self.mark:]}\n"
+                f"the worker never got to {what}; since then {self.events[self.mark :]}\n"
                 f"{self.stacks()}"
             )
         return found[0]

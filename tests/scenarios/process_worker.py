@@ -36,7 +36,6 @@ from torch import Tensor
 import weightwire
 from weightwire.contract import (
     Backend,
-    Capabilities,
     Context,
     Offer,
     Policy,

@@ -222,8 +222,11 @@ def prefill(model: Model) -> None:
             if tensor.dtype == torch.bool or tensor.numel() == 0:
                 tensor.fill_(True)
             else:
-                tensor.copy_(torch.full((tensor.nbytes,), 255, dtype=torch.uint8)
-                             .view(tensor.dtype).reshape(tensor.shape))
+                tensor.copy_(
+                    torch.full((tensor.nbytes,), 255, dtype=torch.uint8)
+                    .view(tensor.dtype)
+                    .reshape(tensor.shape)
+                )
 
 
 def raw(tensor: Tensor) -> bytes:

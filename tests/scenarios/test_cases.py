@@ -112,7 +112,11 @@ def test_one_misspelt_name_among_many_is_an_error_that_names_it(fleet: Fleet) ->
 
 @pytest.mark.parametrize(
     ("target", "named"),
-    [("other-name", "layers.0.extra.weight"), ("other-shape", "(6, 96)"), ("other-dtype", "bfloat16")],
+    [
+        ("other-name", "layers.0.extra.weight"),
+        ("other-shape", "(6, 96)"),
+        ("other-dtype", "bfloat16"),
+    ],
 )
 def test_names_shapes_or_dtypes_that_differ_are_refused_before_a_byte_moves(
     fleet: Fleet, target: str, named: str
@@ -162,9 +166,7 @@ def test_strided_transposed_and_expanded_tensors_arrive_by_value(
 def test_masters_in_fp32_arrive_as_bf16_and_a_kept_router_bias_keeps_its_bits(
     fleet: Fleet,
 ) -> None:
-    sender = fleet.sender(
-        model="router-master", wire_dtype="bfloat16", keep_dtype=["*router.bias"]
-    )
+    sender = fleet.sender(model="router-master", wire_dtype="bfloat16", keep_dtype=["*router.bias"])
     replica = fleet.receiver(model="router")
     exchange(sender, 1, replica)
     assert replica.ask("distinct", key="router.bias") > 200
@@ -343,14 +345,12 @@ def test_trainer_ranks_that_call_send_differently_are_all_told(
 def test_trainer_ranks_with_different_tensors_are_all_told(fleet: Fleet) -> None:
     sender = fleet.sender(ranks=2, open_now=False)
     calls = [
-        worker.start(
-            "open_sender", rank=rank, world_size=2, **{**sender.opening, "model": model}
-        )
+        worker.start("open_sender", rank=rank, world_size=2, **{**sender.opening, "model": model})
         for rank, (worker, model) in enumerate(
             zip(sender.workers, ("small", "other-name"), strict=True)
         )
     ]
-    fleet.sessions.add([call.result() for call in calls][0]["session_id"])
+    fleet.sessions.add(next(call.result() for call in calls)["session_id"])
     for error in sender.start("send", version=1, timeout=5.0).errors():
         assert error.kind == "TableMismatch"
         assert "trainer rank 1" in error.first
@@ -590,6 +590,4 @@ def test_fifty_versions_leave_everything_flat(
 def count_records(fleet: Fleet) -> int:
     root = fleet.directory / "session/records"
     temporary = re.compile(r"\.(tmp|probe)")
-    return sum(
-        1 for path in root.rglob("*") if path.is_file() and not temporary.search(path.name)
-    )
+    return sum(1 for path in root.rglob("*") if path.is_file() and not temporary.search(path.name))

@@ -64,8 +64,12 @@ def test_digests_are_equal_over_every_backend_session_and_number_of_ranks(
     digests = set()
     seed = None
     for i, (backend, scheme, ranks) in enumerate(
-        [("memory", "file", 1), ("filesystem", "file", 1), ("memory", "tcp", 2),
-         ("filesystem", "tcp", 2)]  # fmt: skip
+        [
+            ("memory", "file", 1),
+            ("filesystem", "file", 1),
+            ("memory", "tcp", 2),
+            ("filesystem", "tcp", 2),
+        ]
     ):
         fleet = make_fleet(backend, scheme, name=f"run{i}")
         seed = fleet.seed if seed is None else seed

@@ -33,9 +33,7 @@ def test_versions_in_a_row_arrive_bit_for_bit(
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_every_receiver_gets_every_version(
-    make_fleet: MakeFleet, backend: str, count: int
-) -> None:
+def test_every_receiver_gets_every_version(make_fleet: MakeFleet, backend: str, count: int) -> None:
     fleet = make_fleet(backend)
     sender = fleet.sender(min_receivers=count)
     replicas = [fleet.receiver(f"replica-{i}") for i in range(count)]

@@ -133,9 +133,12 @@ class Lab:
 
     @property
     def ties(self) -> dict[str, str]:
-        if self.kind == "qwen3-tied":
-            return {"lm_head.weight": "model.embed_tokens.weight"}
-        return {}
+        """Aliases of the model, to the names under which it is saved."""
+        state = self.models["A"].state_dict(keep_vars=True)
+        ends = ("embed_tokens.weight", "wte.weight")
+        embedding = next(name for name in state if name.endswith(ends))
+        tied = state.get("lm_head.weight") is state[embedding]
+        return {"lm_head.weight": embedding} if tied else {}
 
     def sync(self, sent: Payload, **options: Any) -> bool | None:
         return sync(self.target, sent, **options)
@@ -175,7 +178,7 @@ def observe(llm: Any, *, packed: bool) -> Cold:
 def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Lab]]:
     from weightwire_vllm.compare import comparable_engines
     from weightwire_vllm.inprocess import build_engine, on_model, stop_engine, vllm_config
-    from weightwire_vllm.models import save_checkpoint, tiny_model
+    from weightwire_vllm.models import save_checkpoint
     from weightwire_vllm.target import VllmTarget
 
     current: dict[tuple[str, bool], Lab] = {}
@@ -193,8 +196,9 @@ def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
         mode.close()
         if not packed:
             mode.enter_context(comparable_engines())
-        # A vocabulary that vLLM pads, so that padding is compared too.
-        models = {which: tiny_model(kind, seed, vocab_size=300) for which, seed in SEEDS.items()}
+        name, _, quantization = kind.partition("@")
+        options = {"quantization": quantization} if quantization else {}
+        models = {which: make(name, seed) for which, seed in SEEDS.items()}
         root = tmp_path_factory.mktemp(kind)
         paths = {name: save_checkpoint(model, root / name) for name, model in models.items()}
         cold = {}
@@ -202,7 +206,7 @@ def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
         for which in ("B", "A"):
             if llm is not None:
                 stop_engine(llm)
-            llm = build_engine(paths[which], dtype="bfloat16")
+            llm = build_engine(paths[which], dtype="bfloat16", **options)
             cold[which] = observe(llm, packed=packed)
         target = VllmTarget(on_model(llm, lambda model: model), vllm_config(llm))
         current[kind, packed] = Lab(kind, llm, target, models, cold, packed)
@@ -219,3 +223,13 @@ def payloads() -> Callable[..., Payload]:
 
 
 SEEDS = {"A": 1, "B": 2}
+
+
+def make(kind: str, seed: int) -> Any:
+    """A model whose vocabulary vLLM pads, so that padding is compared too."""
+    from weightwire_vllm.families import family_model
+    from weightwire_vllm.models import tiny_model
+
+    if kind in ("qwen3", "qwen3-tied", "qwen3_moe"):
+        return tiny_model(kind, seed, vocab_size=300)
+    return family_model(kind, seed)

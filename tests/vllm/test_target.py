@@ -88,6 +88,53 @@ def test_failure_half_way_leaves_an_engine_that_can_be_synced(settled, part):
     lab.is_("B")
 
 
+def test_failed_processing_puts_the_layer_back(settled):
+    lab = settled
+    layer = on_model(lab.llm, lambda model: model.get_submodule("model.layers.1.self_attn.o_proj"))
+    before = dict(layer.named_parameters())
+
+    def fails(_layer):
+        raise RuntimeError("no memory for packing")
+
+    layer.quant_method.process_weights_after_loading = fails
+    try:
+        with pytest.raises(RuntimeError, match="packing") as caught:
+            lab.sync(lab.of("B"))
+        assert lab.target.rollback(caught.value) is False
+    finally:
+        del layer.quant_method.process_weights_after_loading
+    after = dict(layer.named_parameters())
+    assert all(after[name] is tensor for name, tensor in before.items())
+    lab.now()  # it generates
+    lab.sync(lab.of("B"))
+    lab.is_("B")
+
+
+def test_the_loader_never_runs_after_set_up(settled):
+    lab = settled
+    sent = lab.of("B")
+    model = on_model(lab.llm, lambda model: model)
+    calls = []
+    loaders = {name: getattr(p, "weight_loader", None) for name, p in model.named_parameters()}
+    lab.target.plan(sent.table)
+    original = type(model).load_weights
+
+    def counted(self, weights):
+        calls.append(1)
+        return original(self, weights)
+
+    type(model).load_weights = counted
+    try:
+        assert lab.sync(sent) is None  # it plans once more: one call, on tensors without data
+    finally:
+        type(model).load_weights = original
+    assert len(calls) == 1
+    lab.is_("B")
+    for name, parameter in model.named_parameters():
+        assert getattr(parameter, "weight_loader", None) == loaders[name]
+    assert lab.target.path.startswith("traced")
+
+
 def test_plan_leaves_the_engine_alone(settled):
     lab = settled
     lab.target.plan(lab.of("B").table)

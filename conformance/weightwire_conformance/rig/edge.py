@@ -66,7 +66,7 @@ def _point_sender(transport: SenderTransport, points: Points) -> None:
                 tensors = {i: tensor.clone() for i, tensor in tensors.items()}
             _flip(tensors)
         elif action == "misseal":
-            seal = Seal({i: digest ^ 1 for i, digest in seal.digests.items()})
+            seal = Seal({i: digest ^ 1 for i, digest in seal.digests.items()}, seal.owner)
         put(group, tensors, seal)
 
     transport.begin = pointed_begin  # type: ignore[method-assign]

@@ -8,11 +8,9 @@ that connection, one JSON object a line.  It ends when the connection does.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -24,10 +22,8 @@ import torch
 
 from weightwire.errors import WeightWireError
 from weightwire.plugins import registry
+from weightwire_conformance.rig import posix
 from weightwire_conformance.rig.commands import Commands
-
-if sys.platform == "win32":
-    raise ImportError("the conformance rig forks processes and reads /proc: run it on Linux")
 
 __all__: list[str] = []
 
@@ -86,7 +82,7 @@ def _serve(output: _Output) -> None:
 
 
 def _become_worker(connection: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    posix.collect_children(at_once=False)
     with connection.makefile("r") as file:
         log = file.readline().strip()
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -97,8 +93,7 @@ def _become_worker(connection: socket.socket) -> None:
     connection.close()
     os.close(errors)
     sys.stdin = open(0)  # noqa: SIM115 - for the life of the process
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
+    posix.dump_stacks_when_asked()
     torch.set_num_threads(1)
     _serve(output)
 
@@ -106,8 +101,8 @@ def _become_worker(connection: socket.socket) -> None:
 def main(address: str) -> None:
     """Fork a worker for each connection to the socket ``address``."""
     registry()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once
-    listener = socket.socket(socket.AF_UNIX)
+    posix.collect_children(at_once=True)
+    listener = posix.local_socket()
     listener.bind(address)
     listener.listen(64)
     os.write(1, b"ready\n")
@@ -115,9 +110,9 @@ def main(address: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         connection, _ = listener.accept()
-        if os.fork() == 0:
+        if posix.fork() == 0:
             # Even a stopped worker ends with this process, and this one with the run.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, posix.KILL)
             if os.getppid() != parent:
                 os._exit(1)
             listener.close()

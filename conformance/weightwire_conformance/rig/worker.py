@@ -8,18 +8,15 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightwire_conformance.rig import posix
 from weightwire_conformance.rig.leavings import shared_files
 from weightwire_conformance.rig.points import Action
-
-if sys.platform == "win32":
-    raise ImportError("the conformance rig forks processes and reads /proc: run it on Linux")
 
 __all__ = ["Call", "Calls", "NoAnswer", "RemoteError", "Worker", "WorkerDied", "gather", "until"]
 
@@ -145,7 +142,7 @@ def gather(*sides: Calls) -> list[list[Any]]:
             end = min(end, time.monotonic() + _AFTERMATH_SECONDS)
         time.sleep(0.001)
     failures: list[RemoteError | NoAnswer] = []
-    for call in calls:
+    for call in sorted(calls, key=lambda call: not call.done):
         if call.done or not failures:
             try:
                 call.result()
@@ -182,7 +179,7 @@ class Worker:
         self._started: set[int] = set()
         self._numbers = itertools.count(1)
         self._news = threading.Condition()
-        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection = posix.local_socket()
         self._connection.connect(address)
         self._connection.sendall(f"{log}\n".encode())
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -267,7 +264,7 @@ class Worker:
         """SIGKILL, and wait until the process is gone."""
         self.shared |= shared_files(self.pid)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, posix.KILL)
         with self._news:
             self._news.wait_for(lambda: self.dead, self.patience)
         until(lambda: _state(self.pid) in ("", "Z", "X"), "the killed process ends")
@@ -281,7 +278,7 @@ class Worker:
         if not self.dead:
             self.shared |= shared_files(self.pid)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, posix.KILL)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -302,7 +299,7 @@ class Worker:
         """Its log, with the stack of every thread at the end."""
         if not self.dead and self.pid:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
+                os.kill(self.pid, posix.DUMP_STACKS)
             time.sleep(0.3)
         return self.tail()
 

@@ -125,7 +125,8 @@ def a_slow_receiver_gets_whole_versions(fleet: Fleet) -> None:
 @scenario
 def published_bytes_survive_their_sender(fleet: Fleet) -> None:
     """Once ``send`` has returned, the sender may die: who reads late gets all of it."""
-    sender, replica = fleet.sender("twins"), fleet.receiver(model="twins")
+    sender = fleet.sender("twins", group_bytes=2 << 10)
+    replica = fleet.receiver(model="twins")
     replica.arm("receiver.fetch", after=1)
     receiving = replica.start("receive")
     sending = sender.start("send", version=1, wait="published")
@@ -134,13 +135,13 @@ def published_bytes_survive_their_sender(fleet: Fleet) -> None:
     if early:
         sending.results()
         sender.kill()
+    replica.arm("target.commit")
     replica.first.release("receiver.fetch")
+    replica.first.until_at("target.commit")
     if not early:
-        replica.arm("target.commit")
-        replica.first.until_at("target.commit")
         sending.results()
         sender.kill()
-        replica.first.release("target.commit")
+    replica.first.release("target.commit")
     assert receiving.results()[0]["version"] == 1
     replica.must_hold(1)
 

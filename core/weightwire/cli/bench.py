@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightwire.errors import UnsupportedOperation
+from weightwire.errors import BackendUnavailable, UnsupportedOperation
 from weightwire.plugins import registry
 
 __all__ = ["bench"]
@@ -31,6 +31,10 @@ def bench(
     try:
         module = importlib.import_module(f"{package}.bench")
     except ModuleNotFoundError as error:
+        if error.name != f"{package}.bench":
+            raise BackendUnavailable(
+                f"the benchmark of {backend!r} needs {error.name}: install it"
+            ) from error
         raise UnsupportedOperation(
             f"backend {backend!r} has no benchmark: its package {package} has no bench module"
         ) from error

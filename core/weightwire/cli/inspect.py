@@ -89,7 +89,7 @@ def _members(view: SessionView) -> Table:
         table.add_row(
             Text(f"sender #{member.incarnation}" if is_sender else member.member_id),
             str(member.world_size),
-            f"{member.pid}@{member.host}",
+            Text(f"{member.pid}@{member.host}"),
             "[green]yes[/]" if member.alive else "[red]no[/]",
             "" if is_sender else (member.state or "idle") if member.alive else "gone",
             "" if member.serving is None else f"{member.serving}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weightwire.contract import Policy
+from weightwire.errors import SessionError
 from weightwire.session import keys
 from weightwire.session.lease import Member
 from weightwire.session.records import MemberRecord, OfferRecord, Outcome
@@ -28,7 +29,13 @@ def outcome_of(session: Session, policy: Policy) -> Outcome | None:
 
 
 def offer_of(session: Session, policy: Policy) -> OfferRecord | None:
-    return session.read(keys.version(policy, "offer"), OfferRecord)
+    record = session.read(keys.version(policy, "offer"), OfferRecord)
+    if record is not None and record.offer.policy != policy:
+        raise SessionError(
+            f"the offer at {policy} is of {record.offer.policy}: is something else writing to "
+            f"session {session.url}?"
+        )
+    return record
 
 
 def finished_policies(session: Session, incarnation: int) -> Iterator[Policy]:

@@ -76,6 +76,24 @@ class ReceiverMachine:
             raise AssertionError(f"receiver can't go from {self.state} to {state}")
         self.state = state
 
+    def holds(self, version: int) -> bool:
+        """Whether the target holds this version or a later one that still counts.
+
+        A version of an earlier incarnation counts only where the running sender
+        took it up; one that is offered again is not held until it is applied again.
+        """
+        serving = self.serving
+        if serving is None or serving.version < version:
+            return False
+        sender = newest(self.session, "senders")
+        if sender is None:
+            return True
+        resumed = sender.record.resume_from
+        is_void = serving.incarnation != sender.incarnation and (
+            resumed is None or serving.version > resumed
+        )
+        return not is_void and self.newest_offer() is None
+
     def newest_offer(self) -> OfferRecord | None:
         """The offer that ``receive`` would take now, or None.
 
@@ -167,8 +185,16 @@ class ReceiverMachine:
             record = self.newest_offer()
             if record is not None and record.offer.policy.version >= minimum:
                 return record
+            if record is not None and self.capabilities.flow != "store":
+                self._decline_low(record.offer.policy, minimum)
             sender = newest(self.session, "senders")
             yield Waiting("offer", ("the sender" if sender is not None else "a sender to join",))
+
+    def _decline_low(self, policy: Policy, minimum: int) -> None:
+        """Tell a sender that waits for us that we wait for a later version."""
+        self._tried = policy
+        reason = ConfigError(f"it waits for version {minimum} or later: send that")
+        self.session.write(self._answer(policy, "ready"), Ready(declined=ErrorInfo.of(reason)))
 
     def _prepare(self, offer: Offer) -> Steps[None]:
         place = self._answer(offer.policy, "ready")
@@ -188,7 +214,7 @@ class ReceiverMachine:
         """True when the transfer runs; False when another offer should be looked for."""
         policy = offer.policy
         if self.capabilities.flow == "store":
-            # The lease comes before the look at the mark: see SenderMachine.retire.
+            # The lease comes before the look at the mark: see Retention.retire.
             self.session.write(self._reading, Reading(policy))
             if self.session.read(keys.retired(policy), Retired) is None:
                 return offer_of(self.session, policy) is not None
@@ -223,10 +249,6 @@ class ReceiverMachine:
             yield Install(offer)
             yield Fetch(offer)
             applied: Applied = yield Commit(offer)
-            self._write_status(Status("serving", policy, digest=applied.digest))
-            self._release()
-            # The last write: once the sender has read it, it may take the session away.
-            self.session.write(self._answer(policy, "applied"), applied)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -239,8 +261,13 @@ class ReceiverMachine:
                 raise
             self._fail(policy, error, before if restored else None, restored)
             raise
+        # In place on every rank, whether the session can still be told or not.
         self.serving, self.tainted = policy, None
         self._enter(ReceiverState.APPLIED)
+        self._write_status(Status("serving", policy, digest=applied.digest))
+        self._release()
+        # The last write: once the sender has read it, it may take the session away.
+        self.session.write(self._answer(policy, "applied"), applied)
         return policy
 
     def _fail(

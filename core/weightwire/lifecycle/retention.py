@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Set
 
 from weightwire.contract import Policy
-from weightwire.lifecycle.history import policies, readable_policies
+from weightwire.lifecycle.history import offer_of, policies, readable_policies
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver, Member
 from weightwire.session.membership import newest
-from weightwire.session.records import Reading, Retired
+from weightwire.session.records import Closed, Reading, Retired
 from weightwire.session.session import Session
 
 __all__ = ["Retention"]
 
 _RECORDS_KEPT = 32
 """Versions of the running incarnation whose records stay for ``inspect``."""
+
+_DEPARTED_KEPT = 16
+"""Receivers that left whose records stay for ``inspect``."""
 
 
 class Retention:
@@ -41,18 +45,26 @@ class Retention:
         self.keep = keep
         self.stores = stores
         self._dropped: set[Policy] = set()
+        self._tables_in_use: Set[str] = frozenset()
 
-    def retire(self, drop: Callable[[Policy], None]) -> None:
+    def retire(self, drop: Callable[[Policy], None], tables: Set[str] = frozenset()) -> None:
         """Drop what nobody may read any more, and forget old records.
 
         A version is first marked, then its readers are looked for: a reader
         writes its lease and then looks for the mark, so that one of the two sees
         the other.  Records stay a while longer than bytes, for ``inspect``.
+
+        Args:
+            drop: deletes a version's bytes.
+            tables: digests of tables and specs that are still in use.
         """
+        self._tables_in_use = tables
         if self.stores:
-            readable = list(readable_policies(self.session, self.member))
-            self._drop_all_but(set(readable if self.keep is None else readable[: self.keep]), drop)
+            readable = readable_policies(self.session, self.member)
+            self._drop_all_but(set(itertools.islice(readable, self.keep)), drop)
         self._forget_records()
+        self._forget_departed()
+        self._forget_tables()
 
     def _drop_all_but(self, kept: set[Policy], drop: Callable[[Policy], None]) -> None:
         for incarnation in self.session.numbers("versions"):
@@ -93,3 +105,27 @@ class Retention:
                 self.session.delete_tree(keys.version(policy))
                 self.session.delete(keys.retired(policy))
                 self._dropped.discard(policy)
+
+    def _forget_departed(self) -> None:
+        """Drop the records of receivers that left, but of the last few."""
+        departed = []
+        for receiver_id in self.session.children("receivers"):
+            member = newest(self.session, f"receivers/{receiver_id}")
+            if member is not None and self.session.read(member.key("closed"), Closed) is not None:
+                departed.append((member.record.created, receiver_id))
+        for _, receiver_id in sorted(departed)[:-_DEPARTED_KEPT]:
+            self.session.delete_tree(f"receivers/{receiver_id}")
+            self.session.delete_tree(f"reading/{receiver_id}")
+            self.session.delete_tree(f"agree/receivers/{receiver_id}")
+
+    def _forget_tables(self) -> None:
+        """Drop tables that no offer names any more."""
+        stored = set(self.session.children("tables")) - self._tables_in_use
+        if len(stored) < 2:
+            return
+        for incarnation in self.session.numbers("versions"):
+            for policy in policies(self.session, incarnation):
+                record = offer_of(self.session, policy)
+                stored.discard(record.offer.table_digest if record is not None else "")
+        for digest in stored:
+            self.session.delete_tree(keys.table(digest))

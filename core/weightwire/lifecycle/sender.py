@@ -122,7 +122,10 @@ class SenderMachine:
         policy = self.next_policy(offering.version)
         began = time.monotonic()
         needs_live = self.capabilities.needs_live_receivers
-        roster = yield from self._roster(offering.min_receivers if needs_live else 0)
+        roster = yield from self._roster(
+            offering.min_receivers if needs_live else 0,
+            waits=needs_live or offering.wait == "applied",
+        )
         offer = Offer(
             policy=policy,
             table_digest=offering.table_digest,
@@ -201,13 +204,22 @@ class SenderMachine:
                 f"{current.record.host}: close this sender"
             )
 
-    def _roster(self, minimum: int) -> Steps[dict[str, Member]]:
+    def _roster(self, minimum: int, *, waits: bool) -> Steps[dict[str, Member]]:
         while True:
             roster = {
                 receiver_id: member
                 for receiver_id, member in live_members(self.session, self.observer).items()
                 if member.record.backend == self.member.record.backend
             }
+            unsure = [
+                receiver_id
+                for receiver_id, member in roster.items()
+                if not self.observer.is_confirmed(member)
+            ]
+            if unsure and waits:
+                # One that died before we looked would fail the version: a lease tells.
+                yield Waiting("sign of life", tuple(f"receiver {name!r}" for name in unsure))
+                continue
             if len(roster) >= minimum:
                 most = self.capabilities.max_receivers
                 if most is not None and len(roster) > most:
@@ -229,8 +241,10 @@ class SenderMachine:
                 ready = self.session.read(place, Ready)
                 if ready is not None:
                     if ready.declined is not None:
-                        raise ready.declined.to_error(f"receiver {receiver_id!r} declined")
-                    readers[receiver_id] = ready.transports
+                        error = ready.declined.to_error(f"receiver {receiver_id!r} declined")
+                        self._go_on_without(receiver_id, roster, offering, error)
+                    else:
+                        readers[receiver_id] = ready.transports
                 elif self._is_lost(receiver_id, member):
                     self._lose(receiver_id, roster, offering)
             missing = sorted(roster.keys() - readers.keys())

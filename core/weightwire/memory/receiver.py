@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
 from weightwire.errors import ConfigError, PeerLost, TransferError
-from weightwire.layout import SlotLayout, slot_layout
+from weightwire.layout import ALIGNMENT, SlotLayout, slot_layout
 from weightwire.memory.config import MemoryConfig
 from weightwire.memory.segment import PAGE, Segment, default_directory, remove_orphans, segment_name
-from weightwire.memory.wire import ReaderInfo, SenderInfo, decode
+from weightwire.memory.wire import ReaderInfo, SenderInfo, decode, session_path
 from weightwire.table import Region, Shard, TensorTable
 
 __all__ = ["MemoryReceiver"]
@@ -68,12 +68,13 @@ class MemoryReceiver(ReceiverTransport):
         owners = {}
         for owner in self._reads:
             info = decode(offer.senders[owner], SenderInfo, f"sender rank {owner}")
-            self._check(owner, info)
             known = self._owners.get(owner)
             if known is not None and known[1] == info:
                 owners[owner] = known
-            else:
-                owners[owner] = (Segment(Path(info.path), info.nbytes, create=False), info)
+                continue
+            self._check(owner, info)
+            path = session_path(info.path, self._context.session_id, f"sender rank {owner}")
+            owners[owner] = (Segment(path, info.nbytes, create=False), info)
         self._owners = owners
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
@@ -84,12 +85,12 @@ class MemoryReceiver(ReceiverTransport):
         turn = self._context.rank % max(1, len(owners))
         for owner in owners[turn:] + owners[:turn]:
             segment, info = self._owners[owner]
-            index = self._context.watch.until(
+            found = self._context.watch.until(
                 lambda s=segment, i=info: self._announced(s, i, group),  # type: ignore[misc]
                 f"announcement of group {group}",
                 lambda o=owner: [f"sender rank {o}"],  # type: ignore[misc]
             )
-            seals.append(self._read(table, owner, index - 1, group, regions))
+            seals.append(self._read(table, owner, found, group, regions))
         return seals
 
     def finish(self) -> None:
@@ -104,37 +105,36 @@ class MemoryReceiver(ReceiverTransport):
         self._release_segment()
         self._owners = {}
 
-    def _announced(self, segment: Segment, info: SenderInfo, group: int) -> int:
-        """One more than the index of the slot that holds the group, or 0."""
+    def _announced(self, segment: Segment, info: SenderInfo, group: int) -> _Announced | None:
+        """The slot that holds the group, and the generation in which it does, or None."""
         policy = self._policy
         if segment.has_given_up(policy):
             raise PeerLost(f"the sender gave up {policy}: its own error says why")
         wanted = (policy.incarnation, policy.version, policy.attempt, group)
         for index, header in enumerate(info.headers):
             word = header // 8
-            if int(segment.words[word]) and wanted == tuple(
-                int(value) for value in segment.words[word + 1 : word + 5]
-            ):
-                return index + 1
-        return 0
+            generation = int(segment.words[word])
+            found = tuple(int(value) for value in segment.words[word + 1 : word + 5])
+            # Read again: the words belong together only if the slot didn't move meanwhile.
+            if generation and found == wanted and int(segment.words[word]) == generation:
+                return _Announced(index, generation)
+        return None
 
     def _read(
         self,
         table: TensorTable,
         owner: int,
-        index: int,
+        found: _Announced,
         group: int,
         regions: Mapping[int, Tensor],
     ) -> Seal:
         segment, info = self._owners[owner]
+        index, generation = found.slot, found.generation
         word = info.headers[index] // 8
-        generation = int(segment.words[word])
         layout = self._layouts.setdefault((group, owner), slot_layout(table, group, owner))
         slot = segment.tensor(info.slots[index], layout.nbytes)
-        length = int(segment.words[word + 5])
-        if length > info.seal_bytes:
-            raise TransferError(f"sender rank {owner} sealed group {group} with {length} bytes")
-        seal = decode(segment.read(info.headers[index] + 64, length), Seal, f"sender rank {owner}")
+        length = min(int(segment.words[word + 5]), info.seal_bytes)
+        sealed = segment.read(info.headers[index] + 64, length)
         with torch.no_grad():
             for position, memory in regions.items():
                 region = self._regions[position]
@@ -150,6 +150,7 @@ class MemoryReceiver(ReceiverTransport):
                 f"sender rank {owner} reused the slot of group {group} while it was read: "
                 "this receiver was stopped for longer than its lease; receive the next version"
             )
+        seal = decode(sealed, Seal, f"sender rank {owner}")
         self._own().words[PAGE // 8 + owner] = generation
         return seal
 
@@ -165,6 +166,8 @@ class MemoryReceiver(ReceiverTransport):
             or needed > info.slot_bytes
             or max(ends) > info.nbytes
             or any(header % 8 for header in info.headers)
+            or any(slot % ALIGNMENT for slot in info.slots)
+            or min(info.headers) < PAGE
         ):
             raise TransferError(
                 f"sender rank {owner} describes shared memory that doesn't fit the table: "
@@ -185,6 +188,13 @@ class MemoryReceiver(ReceiverTransport):
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+
+
+class _Announced(NamedTuple):
+    """A slot whose header names the group that is waited for, in this generation."""
+
+    slot: int
+    generation: int
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

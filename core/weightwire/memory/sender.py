@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 from torch import Tensor
@@ -19,7 +18,7 @@ from weightwire.memory.segment import (
     remove_orphans,
     segment_name,
 )
-from weightwire.memory.wire import ReaderInfo, SenderInfo, decode
+from weightwire.memory.wire import ReaderInfo, SenderInfo, decode, session_path
 from weightwire.table import TensorTable
 
 __all__ = ["MemorySender"]
@@ -78,9 +77,10 @@ class MemorySender(SenderTransport):
                 f"memory option 'max_bytes' is {self._config.max_bytes}, the slots take {nbytes}: "
                 "raise it, or lower group_bytes"
             )
-        self._release_segment()
         path = self._directory / segment_name(self._context.session_id, f"s{rank}")
-        self._segment = Segment(path, nbytes, create=True)
+        segment = Segment(path, nbytes, create=True)  # before the old one goes: it may fail
+        self._release_segment()
+        self._segment = segment
         self._info = SenderInfo(str(path), nbytes, headers, slots, slot_bytes, seal_bytes)
         self._in_slot = [None] * self._slot_count
 
@@ -98,7 +98,13 @@ class MemorySender(SenderTransport):
                 info = decode(payload, ReaderInfo, name)
                 groups = frozenset(info.reads.get(self._context.rank, ()))
                 if groups:
-                    segment = Segment(Path(info.path), info.nbytes, create=False)
+                    if info.nbytes < PAGE + 8 * self._context.world_size:
+                        raise TransferError(
+                            f"{name} describes shared memory of {info.nbytes} bytes, too little "
+                            "for its credits: run one weightwire version on both sides"
+                        )
+                    path = session_path(info.path, self._context.session_id, name)
+                    segment = Segment(path, info.nbytes, create=False)
                     self._readers.append(_Reader(name, receiver_id, segment, groups))
 
     def slot(self, group: int, nbytes: int) -> Tensor:

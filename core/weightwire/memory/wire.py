@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec import Meta
 
 from weightwire.errors import TransferError
 
-__all__ = ["ReaderInfo", "SenderInfo", "decode"]
+__all__ = ["ReaderInfo", "SenderInfo", "decode", "session_path"]
 
 _Name = Annotated[str, Meta(max_length=4096)]
 _Size = Annotated[int, Meta(ge=0, le=1 << 50)]
@@ -42,6 +43,17 @@ class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: Annotated[
         dict[int, Annotated[tuple[int, ...], Meta(max_length=1 << 24)]], Meta(max_length=1 << 20)
     ]
+
+
+def session_path(path: str, session_id: str, who: str) -> Path:
+    """The path of another member's shared file, if that is what it names."""
+    named = Path(path)
+    if not named.is_absolute() or not named.name.startswith(f"weightwire-{session_id}-"):
+        raise TransferError(
+            f"{who} names {path!r} as its shared memory, which isn't this session's: "
+            "run one weightwire version on both sides"
+        )
+    return named
 
 
 def decode(payload: bytes, kind: type[T], who: str) -> T:

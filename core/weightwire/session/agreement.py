@@ -8,10 +8,10 @@ raised on all, or on none.  The host's process groups are never touched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from weightwire.errors import WeightWireError
-from weightwire.session import keys
+from weightwire.errors import PeerLost, WeightWireError
+from weightwire.session import keys, process
 from weightwire.session.lease import Member
 from weightwire.session.records import ErrorInfo, RankReport, RankReports
 from weightwire.session.session import Session
@@ -36,6 +36,7 @@ class Agreement:
         self._member = member
         self._rank = rank
         self._round = 0
+        self._processes: dict[int, str] = {}
         self.world_size = member.record.world_size
 
     @property
@@ -47,12 +48,35 @@ class Agreement:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def next_round(self) -> None:
-        """Begin a call; every rank makes the same calls in the same order."""
+    def next_round(self) -> Steps[None]:
+        """Begin a call: rank 0 opens a round, the others enter the newest it has opened.
+
+        A rank that gave up alone, or was slow, so meets the others in their next call.
+        """
+        if self.leads:
+            self.open_round()
+            return
+        while True:
+            opened = self._session.read(self._rounds, RankReport)
+            number = int.from_bytes(opened.payload, "big") if opened is not None else 0
+            if number > self._round:
+                self._round = number
+                return
+            yield self._waiting("round", {0})
+
+    def open_round(self) -> None:
+        """Rank 0: the others' next call belongs to this round."""
         self._round += 1
-        if self._rank == 0 and self._round > 2 and not self.alone:
+        if self.alone:
+            return
+        if self._round > 2:
             # Everybody has left the round before the last: it was needed to enter the last.
             self._session.delete_tree(self._key(self._round - 2))
+        self._session.write(self._rounds, RankReport(self._round.to_bytes(8, "big")))
+
+    @property
+    def _rounds(self) -> str:
+        return keys.agree(self._member.kind, self._member.incarnation, "round")
 
     def gather(self, step: str, report: RankReport) -> Steps[tuple[RankReport, ...]]:
         """All ranks' reports of one step, in rank order, the same on every rank."""
@@ -66,7 +90,9 @@ class Agreement:
                     if found is not None:
                         reports[rank] = found
                 if len(reports) < self.world_size:
-                    yield self._waiting(step, set(range(self.world_size)) - reports.keys())
+                    missing = set(range(self.world_size)) - reports.keys()
+                    self._refuse_dead(missing)
+                    yield self._waiting(step, missing)
             together = RankReports(tuple(reports[rank] for rank in range(self.world_size)))
             self._session.write(self._key(self._round, step, "all"), together)
             return together.reports
@@ -75,6 +101,7 @@ class Agreement:
             all_reports = self._session.read(self._key(self._round, step, "all"), RankReports)
             if all_reports is not None:
                 return all_reports.reports
+            self._refuse_dead({0})
             yield self._waiting(step, {0})
 
     def agree(
@@ -130,6 +157,7 @@ class Agreement:
                 if report.error is not None:
                     raise self.to_error(report.error)
                 return report.payload
+            self._refuse_dead({0})
             yield self._waiting(step, {0})
 
     def acknowledge(self, step: str) -> None:
@@ -142,6 +170,24 @@ class Agreement:
         wanted = set(range(1, self.world_size))
         while missing := wanted - set(self._session.numbers(self._key(self._round, step))):
             yield self._waiting(step, missing)
+
+    def _refuse_dead(self, ranks: Iterable[int]) -> None:
+        """Raise for a rank whose process on this host is gone: it answers no more."""
+        for rank in sorted(ranks):
+            if rank not in self._processes:
+                place = self._member.key("ranks", str(rank))
+                joined = self._session.read(place, RankReport) if rank else None
+                self._processes[rank] = (
+                    joined.payload.decode("utf-8", "replace")
+                    if joined is not None
+                    else self._member.record.process
+                    if rank == 0
+                    else ""
+                )
+            if process.is_gone(self._processes[rank]):
+                raise PeerLost(
+                    f"{self._name} rank {rank} is gone (its process ended): restart all ranks"
+                )
 
     def to_error(self, info: ErrorInfo) -> WeightWireError:
         return info.to_error(f"{self._name} rank 0")

@@ -46,13 +46,16 @@ class LeaseObserver:
         self._session = session
         self._clock = clock
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
+        self._confirmed: set[tuple[str, int]] = set()
 
     def is_alive(self, member: Member) -> bool:
         """False once it left, its process is gone, or its counter stood still for a lease."""
         place = (member.kind, member.incarnation)
-        if self._session.read(member.key("closed"), Closed) is not None:
-            return False
-        if process.is_gone(member.record.process):
+        if self._session.read(member.key("closed"), Closed) is not None or process.is_gone(
+            member.record.process
+        ):
+            self._seen.pop(place, None)
+            self._confirmed.discard(place)
             return False
         lease = self._session.read(member.key("lease"), Lease)
         counter = lease.counter if lease is not None else -1
@@ -60,12 +63,17 @@ class LeaseObserver:
         known = self._seen.get(place)
         if known is None or known[0] != counter:
             self._seen[place] = (counter, now)
+            if known is not None or process.is_here(member.record.process):
+                self._confirmed.add(place)
             return True
         return now - known[1] <= member.record.lease_ttl
 
-    def forget(self, kind: str) -> None:
-        """Drop what is remembered of a name's incarnations."""
-        self._seen = {place: seen for place, seen in self._seen.items() if place[0] != kind}
+    def is_confirmed(self, member: Member) -> bool:
+        """True once ``is_alive`` has seen the counter rise, or sees the process on this host.
+
+        Until then a member that it takes for alive may have died before anybody looked.
+        """
+        return (member.kind, member.incarnation) in self._confirmed
 
 
 class LeaseKeeper:

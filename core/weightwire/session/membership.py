@@ -78,16 +78,19 @@ def claim(
                 if older < taken:
                     _forget_incarnation(session, kind, older)
             return Member(kind, record)
+        yield Waiting(f"free incarnation of {member_id!r}", ("whoever took it",))
 
 
 def _last_taken(session: Session, kind: str) -> int:
     """The highest incarnation that anything was written for.
 
-    A number without records is one that another process is about to create in
-    a store of directories: it counts as free, and creating it decides who has it.
+    A store may list a record that another process is about to create: its number
+    counts as free, and creating the record decides who has it.  One whose record
+    was deleted still has its lease, and isn't free.
     """
     for number in reversed(session.numbers(kind)):
-        if session.children(keys.member(kind, number)):
+        record = session.read(keys.member(kind, number, "record"), MemberRecord)
+        if record is not None or set(session.children(keys.member(kind, number))) - {"record"}:
             return number
     return 0
 
@@ -110,9 +113,13 @@ def _refuse_if_alive(
 
 
 def _forget_incarnation(session: Session, kind: str, incarnation: int) -> None:
-    """Receivers' old incarnations are dropped; a sender's record stays, its chain matters."""
+    """Old incarnations are dropped; of a sender the record stays, its chain matters."""
+    session.delete_tree(keys.agree(kind, incarnation))
     if kind.startswith("receivers/"):
         session.delete_tree(keys.member(kind, incarnation))
+        return
+    for part in ("lease", "ranks", "joined", "exchange"):
+        session.delete_tree(keys.member(kind, incarnation, part))
 
 
 def join(
@@ -129,7 +136,9 @@ def join(
         if current is not None and (joined is None or current.incarnation > joined.incarnation):
             if current.record.world_size != world_size:
                 wrong = current.record.world_size
-            elif session.create(current.key("ranks", str(rank)), RankReport()):
+            elif session.create(
+                current.key("ranks", str(rank)), RankReport(process.identity().encode())
+            ):
                 joined = current
         if joined is not None and session.read(joined.key("joined"), RankReport) is not None:
             return joined

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["identity", "is_gone"]
+__all__ = ["identity", "is_gone", "is_here"]
 
 
 def identity() -> str:
@@ -22,6 +22,11 @@ def is_gone(process: str) -> bool:
     if not host or host != _host() or not pid.isdigit():
         return False
     return _start_time(int(pid)) != rest
+
+
+def is_here(process: str) -> bool:
+    """True only if ``process`` runs where this process can see it."""
+    return bool(process) and process.startswith(f"{_host()}/") and not is_gone(process)
 
 
 def _host() -> str:

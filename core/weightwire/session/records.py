@@ -240,7 +240,13 @@ class Codec:
             body=msgspec.Raw(body),
         )
         sealed = msgspec.structs.replace(envelope, mac=self._mac(key, envelope))
-        return msgspec.json.encode(sealed)
+        payload = msgspec.json.encode(sealed)
+        if len(payload) > MAX_RECORD:
+            raise SessionError(
+                f"record {key!r} has {len(payload)} bytes, more than {MAX_RECORD}: "
+                "too many members, or descriptions that are too long"
+            )
+        return payload
 
     def open(self, key: str, payload: bytes, kind: type[R], *, any_session: bool = False) -> R:
         """Decode the record found at ``key``.

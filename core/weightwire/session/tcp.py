@@ -6,6 +6,8 @@ it listens on loopback only, and a deleted record is noticed, not prevented.  It
 would listen on all interfaces unless handed a socket that is already bound,
 which also keeps the port from being taken between probing and use.
 
+The keys of a session are kept in one value, a log of names added and removed.
+
 Its operations have no deadline of their own when the server is stopped.  Each
 connection therefore has one thread that runs them; an operation that isn't
 answered in time is an error, and the connection is replaced.  The thread is left
@@ -40,6 +42,8 @@ log = logging.getLogger("weightwire.session")
 T = TypeVar("T")
 
 _ABSENT = "\x00absent"
+_INDEX = ".index"
+_SLACK_LINES = 256
 _OPERATION_SECONDS = 5.0
 _RETRY_PAUSE = 0.1
 _BACKLOG = 1024
@@ -53,6 +57,8 @@ class TcpStore(SessionStore):
     def __init__(self, host: str, port: int, path: str, *, serve: bool, deadline: Deadline) -> None:
         self._host, self._port, self._path = host, port, path
         self._prefix = f"{path}/"
+        self._index = self._prefix + _INDEX
+        self._listed: set[str] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._server = self._serve() if serve else None
@@ -68,47 +74,93 @@ class TcpStore(SessionStore):
         return None if value == _ABSENT.encode() else value
 
     def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
+        # Renewing a lease isn't worth an entry; anything else may have been deleted by others.
+        entry = self._entry(key) if durable or key not in self._listed else ""
+
         def write(store: TCPStore) -> None:
+            if entry:
+                store.append(self._index, entry)
             store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str
             if durable:
                 # set() isn't answered: ask for something that is, so that others see it by now.
                 store.check([self._prefix + key])
 
-        self._run("write", key, write)
+        self._written(key, lambda: self._run("write", key, write))
 
     def create(self, key: str, value: bytes) -> bool:
         text = value.decode("utf-8")  # compare_set takes str; every sealed record is JSON
-        stored = self._run(
-            "create", key, lambda store: store.compare_set(self._prefix + key, "", text)
-        )
-        return bool(stored == value)
+        entry = self._entry(key)
+
+        def write(store: TCPStore) -> bytes:
+            if entry:
+                store.append(self._index, entry)
+            return bytes(store.compare_set(self._prefix + key, "", text))
+
+        return self._written(key, lambda: self._run("create", key, write)) == value
 
     def delete(self, key: str) -> None:
-        self._run("delete", key, lambda store: store.delete_key(self._prefix + key))
+        self._remove(key, [key])
 
     def children(self, prefix: str) -> list[str]:
-        start = f"{self._prefix}{prefix}/"
+        start = f"{prefix}/"
         keys = self._keys(prefix)
         return sorted({key[len(start) :].split("/", 1)[0] for key in keys if key.startswith(start)})
 
     def delete_tree(self, prefix: str) -> None:
-        start = f"{self._prefix}{prefix}/"
-        doomed = [key for key in self._keys(prefix) if key.startswith(start)]
+        doomed = [key for key in self._keys(prefix) if key.startswith(f"{prefix}/")]
+        self._remove(prefix, [*doomed, prefix])
 
+    def _remove(self, prefix: str, keys: list[str]) -> None:
         def remove(store: TCPStore) -> None:
-            for key in doomed:
-                store.delete_key(key)
-            store.delete_key(self._prefix + prefix)
+            for key in keys:
+                store.delete_key(self._prefix + key)
+            store.append(self._index, "".join(f"-{key}\n" for key in keys))
 
         self._run("delete", prefix, remove)
+        self._listed.difference_update(keys)
 
     def close(self) -> None:
         self._closed = True  # an operation that hangs on another thread isn't waited for
         self._connection.close()
         self._server = None
 
+    def _entry(self, key: str) -> str:
+        """What to append to the index before ``key`` is written.
+
+        Before: a writer that dies in between leaves a name without a value, which
+        reads as absent; the other way round nobody would ever find the value.
+        """
+        self._listed.add(key)
+        return f"+{key}\n"
+
+    def _written(self, key: str, write: Callable[[], T]) -> T:
+        try:
+            return write()
+        except BaseException:
+            self._listed.discard(key)  # it may not have got as far as the index
+            raise
+
     def _keys(self, prefix: str) -> list[str]:
-        return self._run("list", prefix, lambda store: list(store.list_keys()))
+        """Every key of the session, from an index that is a value of the store itself.
+
+        TCPStore's own ``list_keys`` waits for its answer with the interpreter locked:
+        a server that stands still would stop every thread of every client.
+        """
+        text = self._run("list", prefix, lambda store: _peek(store, self._index)).decode()
+        if text == _ABSENT:
+            return []
+        lines = text.splitlines()
+        keys: dict[str, None] = {}
+        for line in lines:
+            if line.startswith("+"):
+                keys[line[1:]] = None
+            else:
+                keys.pop(line[1:], None)
+        if len(lines) > 2 * len(keys) + _SLACK_LINES:
+            # Whoever comes first shortens it; an entry appended meanwhile makes this a no-op.
+            short = "".join(f"+{key}\n" for key in keys)
+            self._run("list", prefix, lambda store: store.compare_set(self._index, text, short))
+        return list(keys)
 
     def _run(self, verb: str, key: str, operation: Callable[[TCPStore], T]) -> T:
         """Run one operation, reconnecting once if the server was replaced meanwhile."""

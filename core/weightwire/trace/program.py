@@ -95,9 +95,9 @@ def compile_tape(tape: Tape, table: TensorTable) -> Program:
                 key = str(ref.name)
                 program.first[key] = min(program.first.get(key, group), group)
                 program.last[key] = max(program.last.get(key, group), group)
-        for ref in (*instruction.operands(), *instruction.outputs):
-            if ref is not None and ref.kind is Kind.VALUE:
-                last_use[ref.name] = max(last_use.get(ref.name, 0), group)
+        for touched in (*instruction.operands(), *instruction.outputs):
+            if touched is not None and touched.kind is Kind.VALUE:
+                last_use[touched.name] = max(last_use.get(touched.name, 0), group)
     for value, group in last_use.items():
         program.dies.setdefault(group, []).append(value)
     return program
@@ -112,9 +112,7 @@ def _live(instructions: Sequence[Instruction]) -> list[Instruction]:
         changes.extend(ref.storage for ref in instruction.outputs if ref is not None)
         if any(kind is Kind.DESTINATION or (kind, name) in wanted for kind, name in changes):
             kept.append(instruction)
-            wanted.update(
-                ref.storage for ref in instruction.operands() if ref.kind is Kind.VALUE
-            )
+            wanted.update(ref.storage for ref in instruction.operands() if ref.kind is Kind.VALUE)
     return kept[::-1]
 
 
@@ -327,11 +325,7 @@ def _strided(base: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 def _as_recorded(result: Tensor, extent: Extent) -> Tensor:
     """A fresh value in the layout that later extents count in."""
-    if (
-        result.stride() == extent.strides
-        and result.storage_offset() == 0
-        and extent.offset == 0
-    ):
+    if result.stride() == extent.strides and result.storage_offset() == 0 and extent.offset == 0:
         return result
     reach = sum((n - 1) * s for n, s in zip(extent.sizes, extent.strides, strict=True))
     size = 0 if 0 in extent.sizes else extent.offset + reach + 1

@@ -52,9 +52,7 @@ def place(shape: Sequence[int], box: Box, extent: Extent) -> Extent:
         # Only within a block: one contiguous range, so strides stay what they are.
         begin = sum(a * s for a, s in zip(box.start, whole.strides, strict=True))
         return Extent(extent.offset - begin, extent.sizes, extent.strides)
-    offset = sum(
-        (a - b) * s for a, b, s in zip(own.start, box.start, inner.strides, strict=True)
-    )
+    offset = sum((a - b) * s for a, b, s in zip(own.start, box.start, inner.strides, strict=True))
     by_stride = {
         whole.strides[d]: inner.strides[d] for d in range(len(shape)) if whole.sizes[d] > 1
     }

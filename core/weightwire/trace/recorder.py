@@ -28,8 +28,13 @@ _OVERWRITES = frozenset(
 )
 """In-place operators whose result doesn't depend on what was there."""
 _REBINDS = frozenset({"set_", "resize_", "resize_as_", "swap_", "set_data"})
-_SHAPE_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros")
-_SHAPE_ONLY += ("new_ones", "new_full", "new_empty_strided")
+_SHAPE_ONLY = frozenset(
+    {
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    }
+)
+"""Operators that take shape and dtype of their operand, and no element."""
 
 Origins = frozenset[tuple[str, Extent]]
 
@@ -64,17 +69,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self._last
 
     def hand_out(self, weights: Iterable[LazyWeight]) -> Iterator[tuple[str, Tensor]]:
-        """What the loader is given: names and stand-ins, one by one."""
-        for weight in weights:
-            # Not under the mode: the loader, not this generator, is watched.
-            with _disable_current_modes():
-                tensor = weight.tensor()
-            self._last = weight
-            self._alive.append(tensor)
-            self._storages[_storage(tensor)] = (Kind.SOURCE, weight.name)
-            self.tape.sources.append(weight)
-            self.tape.used.setdefault(weight.name, Cover(Extent.of(tensor)))
-            yield weight.name, tensor
+        """What the loader is given: names and stand-ins, one by one.
+
+        To be called before the recorder is entered: it watches the loader, not this.
+        """
+        prepared = [(weight, weight.tensor()) for weight in weights]
+
+        def hand() -> Iterator[tuple[str, Tensor]]:
+            for weight, tensor in prepared:
+                self._last = weight
+                self._alive.append(tensor)
+                self._storages[_storage(tensor)] = (Kind.SOURCE, weight.name)
+                self.tape.sources.append(weight)
+                self.tape.used.setdefault(weight.name, Cover(Extent.of(tensor)))
+                yield weight.name, tensor
+
+        return hand()
 
     def check_binding(self, key: str, held: Tensor | None) -> None:
         """After the load: the loader filled a destination and didn't replace it.

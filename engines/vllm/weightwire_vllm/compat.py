@@ -3,8 +3,8 @@
 Versions claimed: 0.32.0 (tested).  What differs between releases is looked up
 here by name, so that a missing name is one clear error and not a wrong result:
 
-- the loader-ignored tensor names are ``SKIP_LOAD_TENSORS`` in 0.32 and
-  ``SKIP_TENSORS`` before;
+- attention layers are told by ``is_deferred_attention_layer`` in 0.32, by class before;
+- the clock of online quantisation is new in 0.32, and its methods need it there;
 - where experts live in the module tree differs too; nothing here depends on it.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -231,9 +231,17 @@ class Registries:
 
 def is_attention(layer: nn.Module) -> bool:
     """True for layers that vLLM processes after all others."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers import attention
 
-    return bool(is_deferred_attention_layer(layer))
+    check = getattr(attention, "is_deferred_attention_layer", None)
+    if check is not None:
+        return bool(check(layer))
+    kinds = tuple(
+        getattr(attention, name)
+        for name in ("Attention", "MLAAttention", "MMEncoderAttention")
+        if hasattr(attention, name)
+    )
+    return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
 
 
 def materialised(like: Tensor, device: torch.device) -> Tensor:
@@ -262,21 +270,31 @@ def is_processed(layer: nn.Module) -> bool:
 
 def post_process(layer: nn.Module) -> None:
     """What a cold load does to a layer once its weights are in it."""
-    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
-    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
-    from vllm.model_executor.model_loader import utils
-
     if hasattr(layer, "_already_called_process_weights_after_loading"):
         # Online quantisation processes a layer once, unless it is told to again.
         delattr(layer, "_already_called_process_weights_after_loading")
     method: Any = layer.quant_method
-    timing = getattr(utils, "online_quantization_timing_context", None)
-    timed = timing is not None and isinstance(method, (OnlineLinearBase, OnlineMoEMethodBase))
-    with timing(layer, method) if timed and timing is not None else nullcontext():
+    with _timed(layer, method):
         method.process_weights_after_loading(layer)
     update: Any = getattr(layer, "update_param_tp_status", None)
     if update is not None:
         update()  # parameters made anew carry the global rank until then
+
+
+def _timed(layer: nn.Module, method: Any) -> AbstractContextManager[Any]:
+    """vLLM's clock of online quantisation, which some of its methods need; new in 0.32."""
+    from vllm.model_executor.model_loader import utils
+
+    timing: Any = getattr(utils, "online_quantization_timing_context", None)
+    if timing is None:
+        return nullcontext()
+    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+
+    if not isinstance(method, (OnlineLinearBase, OnlineMoEMethodBase)):
+        return nullcontext()
+    clock: AbstractContextManager[Any] = timing(layer, method)
+    return clock
 
 
 def finish_attention(layer: nn.Module, model_config: Any) -> None:

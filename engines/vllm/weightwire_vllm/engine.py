@@ -101,6 +101,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self._receiver: WeightReceiver | None = None
         self._timeout: float | None = None
         self._fetched = False
+        self._is_answered = False  # the version that was asked for was there already
         self._speaks = replica_layout(vllm_config).speaks
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
@@ -160,9 +161,11 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             _log.info("update_weights repeated before finish: the version is already here")
             return
         wanted = update_info.version
-        if wanted is not None and receiver.version is not None and receiver.version >= wanted:
+        if wanted is not None and receiver.holds(wanted):
             _log.info("version %d is already applied", receiver.version)
+            self._is_answered = True
             return
+        self._is_answered = False
         timeout = self._timeout if update_info.timeout is None else update_info.timeout
         receiver.begin(timeout=timeout, minimum=wanted or 0)
         receiver.fetch()
@@ -180,6 +183,9 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
                 # Whatever happens, the next update starts afresh.
                 self._fetched = False
                 receiver.commit()
+            elif not self._is_answered:
+                raise HandleError("no update to finish: update_weights failed or wasn't called")
+            self._is_answered = False
 
     def shutdown(self) -> None:
         """Leave the session; the engine keeps its weights."""

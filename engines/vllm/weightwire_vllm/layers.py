@@ -12,7 +12,7 @@ from weightwire.errors import TraceError
 from weightwire_vllm import compat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from weightwire_vllm.dryrun import LoadTrace
 
@@ -183,8 +183,8 @@ def _install(
         (False, layer._parameters, kernel.parameters),
         (True, layer._buffers, kernel.buffers),
     ):
-        live: Mapping[str, Tensor | None] = before  # type: ignore[assignment]
-        slots: dict[str, Any] = registry  # type: ignore[assignment]
+        live: Mapping[str, Tensor | None] = before
+        slots: dict[str, Any] = registry
         for name, tensor in live.items():
             if tensor is not None and not compat.stays_live(name):
                 del slots[name]
@@ -212,25 +212,22 @@ def initial(key: str, like: Tensor, live: Tensor | None, device: torch.device) -
     return tensor
 
 
-def _copy_back(
-    path: str, layer: nn.Module, kernel: compat.Registries, loaded: set[str]
-) -> None:
+def _copy_back(path: str, layer: nn.Module, kernel: compat.Registries, loaded: set[str]) -> None:
     """Copy processed values into the memory that kernels and CUDA graphs know."""
     copies: list[tuple[Tensor, Tensor]] = []
-    for name, old in (*kernel.parameters.items(), *kernel.buffers.items()):
-        if old is None or (name in kernel.non_persistent and name not in loaded):
+    held: dict[str, Tensor | None] = {**kernel.parameters, **kernel.buffers}
+    processed: dict[str, Tensor | None] = {**layer._buffers, **layer._parameters}
+    for name, old in held.items():
+        new = processed.get(name)
+        if old is None or new is None or new is old:
             continue
-        new = layer._parameters.get(name)
-        new = layer._buffers.get(name) if new is None else new
-        if new is None or new is old:
+        if name in kernel.non_persistent and name not in loaded:
             continue
         if not _same_layout(new, old):
             raise TraceError(
                 f"{path}.{name} is {tuple(new.shape)}, {new.dtype} after processing and was "
                 f"{tuple(old.shape)}, {old.dtype}: it can't be updated in place; restart the engine"
             )
-        copies.append((old, new))
-    copy: Callable[[Tensor], Tensor]
-    for old, new in copies:
-        copy = old.data.copy_
-        copy(new)
+        copies.append((old.data, new.data))
+    if copies:
+        torch._foreach_copy_([old for old, _ in copies], [new for _, new in copies])

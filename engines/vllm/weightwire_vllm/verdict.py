@@ -78,17 +78,31 @@ def check_table(
         LazyWeight(name, entry.shape, entry.torch_dtype)
         for group in table.groups
         for entry in (table.tensors[i] for i in group.tensors)
-        for name in (entry.name, *aliases.get(entry.name, ()))
+        for name in _loaded_names([entry.name, *aliases.get(entry.name, ())], cold)
     ]
     _check_shapes(offered, cold)
     try:
         trace = trace_load(model, vllm_config, offered)
     except TableMismatch as error:
-        raise TableMismatch(f"{error}{_difference(table, cold)}") from error
+        carried = [weight for weight in offered if weight.name not in table.ties]
+        if cold is not None or len(carried) == len(offered):
+            raise TableMismatch(f"{error}{_difference(table, cold)}") from error
+        # Whether this engine's loader knows the aliases can only be found out by asking.
+        trace = trace_load(model, vllm_config, carried)
     _check_uses(table, aliases, trace, cold, ranks)
     _check_writes(table, trace, cold)
     _check_claims(table, trace)
     return trace
+
+
+def _loaded_names(names: Sequence[str], cold: ColdLoad | None) -> Sequence[str]:
+    """Of a tensor's name and its aliases, those under which the engine loads it.
+
+    Some loaders refuse an alias that no checkpoint of theirs has.
+    """
+    if cold is None:
+        return names
+    return [name for name in names if name in cold.offered] or names
 
 
 def _check_shapes(weights: Sequence[LazyWeight], cold: ColdLoad | None) -> None:
@@ -114,7 +128,7 @@ def _check_uses(
     partly: list[str] = []
     for entry in table.tensors:
         names = [entry.name, *aliases.get(entry.name, ())]
-        used = [name for name in names if trace.tape.used[name]]
+        used = [name for name in names if trace.tape.used.get(name)]
         if not used:
             # Another rank's share, or dropped by the cold load too.
             dropped = cold is not None and any(

@@ -120,7 +120,9 @@ def _run(options: DemoOptions, workdir: Path, console: Console) -> dict[str, Any
         if options.corrupt:
             console.print(f"flipped one bit of {actor.flip_bit()} in the running engine")
         running = msgspec.convert(actor.snapshot(), compare.Snapshot)
-        table_bytes = sum(entry.nbytes for entry in resolve(source, WireRules(WIRE_DTYPE)).spec.entries)
+        table_bytes = sum(
+            entry.nbytes for entry in resolve(source, WireRules(WIRE_DTYPE)).spec.entries
+        )
         actor.close()
         with console.status("loading the last version in a fresh engine"):
             fresh_actor = stack.enter_context(Actor(last, workdir, name="fresh"))
