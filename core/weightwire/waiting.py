@@ -8,6 +8,7 @@ random and drop some half-way, as a crash would.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -108,9 +109,9 @@ class Run(Generic[T]):
                         raise TypeError(f"nobody performs {step!r}")
                     send = self._perform(step)
             except BaseException as error:
-                if self._steps.gi_frame is None:  # the protocol itself has ended
+                if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
                     if not isinstance(error, StopIteration):
-                        raise
+                        raise  # the protocol itself ended with it
                     self._result = error.value
                     return None
                 # Wherever it came from (an interrupt comes anywhere), the protocol aborts.

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weightwire.contract import ReceiverTransport, Seal
+from weightwire.deadline import Deadline, Watch
 from weightwire.digest import box_digest, tensor_key
 from weightwire.errors import SessionError, VerificationError
+from weightwire.memory.plugin import MemoryBackend
 from weightwire.parts import Fetched, PartDigests, compare_parts
-from weightwire.table import Group, Shard, TensorEntry, TensorTable
+from weightwire.pipeline import FetchPlan
+from weightwire.report import Phases
+from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
+from weightwire.targets import WeightTarget
 
 W = torch.randn(8, 4)
 
@@ -74,3 +80,90 @@ def test_what_cannot_be_compared_is_left_alone():
 def test_malformed_reports_are_refused():
     with pytest.raises(SessionError, match="one weightwire version"):
         Fetched.decode(b"\x93")
+
+
+class Copying(ReceiverTransport):
+    """Two owners of ``W``, in this process; one element may be damaged on the way."""
+
+    def __init__(self, damaged=None):
+        self.damaged = damaged
+
+    def set_plan(self, table, regions):
+        self.regions = regions
+
+    def begin(self, offer):
+        pass
+
+    def fetch(self, group, regions):
+        sent = W.clone()
+        if self.damaged is not None:
+            sent[self.damaged] += 1
+        owners = set()
+        for position, memory in regions.items():
+            (row, column), (rows, columns) = (
+                self.regions[position].offsets,
+                self.regions[position].sizes,
+            )
+            memory.copy_(sent[row : row + rows, column : column + columns])
+            owners |= {at // 4 for at in range(row, row + rows)}
+        return [Seal({0: digest(W[o * 4 : o * 4 + 4], (o * 4, 0))}, o) for o in owners]
+
+    def finish(self):
+        pass
+
+    def abort(self, error):
+        pass
+
+    def close(self):
+        pass
+
+
+class Keeping(WeightTarget):
+    """Holds what it was given."""
+
+    def __init__(self):
+        self.held = {}
+
+    def plan(self, table):
+        raise NotImplementedError
+
+    def write(self, group, tensors):
+        self.held.update({region: tensor.clone() for region, tensor in tensors.items()})
+
+
+def fetched(regions, damaged=None):
+    transport, target = Copying(damaged), Keeping()
+    transport.set_plan(table(), regions)
+    watch = Watch()
+    watch.start(Deadline(10))
+    result = FetchPlan(table(), regions).fetch(
+        transport,
+        target,
+        MemoryBackend.capabilities,
+        version=3,
+        verify="full",
+        watch=watch,
+        phases=Phases(),
+    )
+    for region, tensor in target.held.items():
+        (row, column), (rows, columns) = region.offsets, region.sizes
+        if damaged is None:
+            assert torch.equal(tensor, W[row : row + rows, column : column + columns])
+    return result
+
+
+LEFT = [Region(0, (0, 0), (8, 1)), Region(0, (0, 3), (8, 1))]
+RIGHT = [Region(0, (0, 1), (8, 2))]
+
+
+def test_two_ranks_that_read_columns():
+    compare_parts(table(), [fetched(LEFT), fetched(RIGHT)], 3)
+    for damaged in ((2, 0), (5, 3)):
+        with pytest.raises(VerificationError, match="in parts"):
+            compare_parts(table(), [fetched(LEFT, damaged), fetched(RIGHT)], 3)
+
+
+def test_one_rank_whose_regions_make_the_whole_compares_them_at_once():
+    assert fetched(LEFT + RIGHT).parts == ()
+    with pytest.raises(VerificationError, match="isn't what was sent"):
+        fetched(LEFT + RIGHT, (4, 2))

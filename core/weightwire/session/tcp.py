@@ -79,7 +79,7 @@ class TcpStore(SessionStore):
 
         def write(store: TCPStore) -> None:
             if entry:
-                store.append(self._index, entry)
+                store.append(self._index, entry)  # type: ignore[attr-defined]  # missing in the stub
             store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str
             if durable:
                 # set() isn't answered: ask for something that is, so that others see it by now.
@@ -93,7 +93,7 @@ class TcpStore(SessionStore):
 
         def write(store: TCPStore) -> bytes:
             if entry:
-                store.append(self._index, entry)
+                store.append(self._index, entry)  # type: ignore[attr-defined]  # missing in the stub
             return bytes(store.compare_set(self._prefix + key, "", text))
 
         return self._written(key, lambda: self._run("create", key, write)) == value
@@ -114,7 +114,7 @@ class TcpStore(SessionStore):
         def remove(store: TCPStore) -> None:
             for key in keys:
                 store.delete_key(self._prefix + key)
-            store.append(self._index, "".join(f"-{key}\n" for key in keys))
+            store.append(self._index, "".join(f"-{key}\n" for key in keys))  # type: ignore[attr-defined]  # missing in the stub
 
         self._run("delete", prefix, remove)
         self._listed.difference_update(keys)
