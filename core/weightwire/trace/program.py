@@ -286,7 +286,8 @@ class Run:
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
-            return self._tensor(leaf)
+            # Slots may be in host memory; values are made where the destinations are.
+            return self._tensor(leaf).to(self._device)
         if isinstance(leaf, torch.device) and leaf == _META:
             return self._device
         return leaf

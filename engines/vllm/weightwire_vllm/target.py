@@ -130,6 +130,7 @@ class VllmTarget(WeightTarget):
         plan, update = self._running("write")
         with compat.config_context(self._config):
             update.run.feed(group, tensors)
+            self._synchronize()  # the group's memory may be reused once this returns
             for due in sorted(plan.due):
                 if due <= group:
                     self._finish(plan.due[due])
