@@ -63,18 +63,20 @@ def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, backend,
             receiver_id="replica-0",
             timeout=60,
         ) as receiver:
-            for version in (1, 2):
+            # Stored versions may both be out before the receiver looks: it takes the newest.
+            for version in (2,) if backend == "filesystem" else (1, 2):
                 report = receiver.receive(minimum=version)
                 assert report.version == version
                 wanted = full_values(version)
                 for name, tensor in mine.state_dict().items():
                     assert raw(tensor) == raw(wanted[name]), f"{layout}: {name}"
-                sent = [json.loads(rank.stdout.readline()) for rank in ranks]
-                assert {line["layout"] for line in sent} == {layout}
-                assert sum(line["nbytes"] for line in sent) == total
-                if layout in ("fsdp", "rows", "replicated", "plain"):
-                    # Nobody serves more than its share and the largest tensor's.
-                    largest = max(tensor.nbytes for tensor in mine.state_dict().values())
-                    assert max(line["nbytes"] for line in sent) <= total / world + largest
+        for _ in (1, 2):
+            sent = [json.loads(rank.stdout.readline()) for rank in ranks]
+            assert {line["layout"] for line in sent} == {layout}
+            assert sum(line["nbytes"] for line in sent) == total
+            if layout in ("fsdp", "rows", "replicated", "plain"):
+                # Nobody serves more than its share and the largest tensor's.
+                largest = max(tensor.nbytes for tensor in mine.state_dict().values())
+                assert max(line["nbytes"] for line in sent) <= total / world + largest
     for rank in ranks:
         assert rank.wait(30) == 0, (tmp_path / "rank0.log").read_text()

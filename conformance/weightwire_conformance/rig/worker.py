@@ -77,8 +77,13 @@ class Call:
     def failed(self) -> bool:
         return "error" in self.worker.answers.get(self.number, ()) or self.worker.dead
 
-    def result(self) -> Any:
-        answer = self.worker.answer(self)
+    @property
+    def blames_others(self) -> bool:
+        kinds = self.worker.answers.get(self.number, {}).get("error", ())
+        return not _ABOUT_OTHERS.isdisjoint(kinds)
+
+    def result(self, patience: float | None = None) -> Any:
+        answer = self.worker.answer(self, patience)
         if "error" in answer:
             raise RemoteError(answer["error"], answer["message"], answer["seconds"])
         return answer["result"]
@@ -132,27 +137,21 @@ def gather(*sides: Calls) -> list[list[Any]]:
     """What calls on several sides return, by side and rank.
 
     When one fails, the others soon do: what is raised is the error that isn't
-    about somebody else, if there is one.
+    about somebody else, if there is one; then a call that hangs; then any.
     """
     calls = [call for side in sides for call in side.calls]
-    patience = max(call.worker.patience for call in calls)
-    end = time.monotonic() + patience
+    end = time.monotonic() + max(call.worker.patience for call in calls)
     while not all(call.done for call in calls) and time.monotonic() < end:
-        if any(call.failed for call in calls):
+        if any(call.failed and not call.blames_others for call in calls):
             end = min(end, time.monotonic() + _AFTERMATH_SECONDS)
         time.sleep(0.001)
-    failures: list[RemoteError | NoAnswer] = []
-    for call in sorted(calls, key=lambda call: not call.done):
-        if call.done or not failures:
-            try:
-                call.result()
-            except (RemoteError, NoAnswer) as error:
-                failures.append(error)
-    for failure in failures:
-        if not isinstance(failure, RemoteError) or not _ABOUT_OTHERS.intersection(failure.kinds):
-            raise failure
-    if failures:
-        raise failures[0]
+    failed = [call for call in calls if call.failed]
+    hanging = [call for call in calls if not call.done]
+    for call in sorted(failed, key=lambda call: call.blames_others)[:1]:
+        if not call.blames_others:
+            call.result()
+    for call in hanging:
+        call.result(0.0)
     return [[call.result() for call in side.calls] for side in sides]
 
 
@@ -215,12 +214,12 @@ class Worker:
     def call(self, do: str, /, *, now: bool = False, **arguments: Any) -> Any:
         return self.start(do, now=now, **arguments).result()
 
-    def answer(self, call: Call) -> dict[str, Any]:
+    def answer(self, call: Call, patience: float | None = None) -> dict[str, Any]:
         def arrived() -> bool:
             return call.number in self.answers or self.dead
 
         with self._news:
-            in_time = self._news.wait_for(arrived, self.patience)
+            in_time = self._news.wait_for(arrived, self.patience if patience is None else patience)
         if call.number in self.answers:
             return self.answers[call.number]
         if in_time:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from weightwire_conformance.rig import Fleet
 from weightwire_conformance.rig.fleet import in_time
 from weightwire_conformance.scenario import scenario
@@ -89,6 +91,7 @@ def closing_ends_a_call_that_waits_for_bytes(fleet: Fleet) -> None:
     receiving = replica.start("receive")
     sender.first.until_at("sender.put")
     replica.first.until_waiting("offer" if fleet.stores else "group 1")
+    time.sleep(0.2)  # it is about to wait inside its transport
     closing = replica.first.start("close", now=True)
     error = receiving.error()
     closing.result()
