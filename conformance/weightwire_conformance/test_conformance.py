@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     plugin.parametrize(metafunc)
 
 
-def test_scenario(
-    pytestconfig: pytest.Config,
-    backend_name: str,
-    case_name: str,
-    record_property: Callable[[str, object], None],
-) -> None:
-    plugin: Any = pytestconfig.pluginmanager.get_plugin(_PLUGIN)
-    plugin.prove(backend_name, case_name, record_property)
+def test_scenario(request: pytest.FixtureRequest, backend_name: str, case_name: str) -> None:
+    plugin: Any = request.config.pluginmanager.get_plugin(_PLUGIN)
+    plugin.prove(backend_name, case_name, request.node.user_properties)

@@ -469,6 +469,39 @@ def do_receive(name: str = "main", **options: Any) -> dict[str, Any]:
         return _member(name).handle.receive(**options).to_dict()
 
 
+def _insist(call: Callable[[float], Any], seconds: float) -> int:
+    """Call until it succeeds, as a training or serving loop does; returns the failures."""
+    end = time.monotonic() + seconds
+    failures = 0
+    while True:
+        try:
+            call(max(0.1, end - time.monotonic()))
+        except (weightwire.TransferError, weightwire.SessionError):
+            failures += 1
+            if time.monotonic() > end:
+                raise
+        else:
+            return failures
+
+
+def do_follow(minimum: int, seconds: float, name: str = "main") -> int:
+    """Receive until a version of at least ``minimum`` is wholly there."""
+    handle = _member(name).handle
+
+    def call(left: float) -> None:
+        if (handle.version or 0) < minimum:
+            handle.receive(left, minimum=minimum)
+
+    return _insist(call, seconds)
+
+
+def do_lead(version: int, seconds: float, name: str = "main") -> int:
+    """Send a version until every receiver of the roster has applied it."""
+    do_fill(version, name)
+    handle = _member(name).handle
+    return _insist(lambda left: handle.send(version, wait="applied", timeout=left), seconds)
+
+
 def do_begin(name: str = "main", **options: Any) -> int:
     with timed():
         return int(_member(name).handle.begin(**options).policy.version)

@@ -135,7 +135,7 @@ class Lab:
     def ties(self) -> dict[str, str]:
         """Aliases of the model, to the names under which it is saved."""
         state = self.models["A"].state_dict(keep_vars=True)
-        ends = ("embed_tokens.weight", "wte.weight")
+        ends = ("embed_tokens.weight", "embeddings.weight", "wte.weight")
         embedding = next(name for name in state if name.endswith(ends))
         tied = state.get("lm_head.weight") is state[embedding]
         return {"lm_head.weight": embedding} if tied else {}
@@ -155,7 +155,7 @@ class Lab:
         if not self.packed:
             difference = compare(seen.snapshot, expected.snapshot)
             assert difference.equal, difference
-            assert difference.compared_bytes > 200_000
+            assert difference.compared_bytes > 150_000
 
 
 def observe(llm: Any, *, packed: bool) -> Cold:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import weightwire
@@ -273,7 +272,3 @@ class Commands:
 
     def do_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._member.tensors.values()]
-
-    def do_shrink(self) -> None:
-        """Give freed memory back, so that what is measured next is what is held."""
-        torch.empty(0)

@@ -150,6 +150,7 @@ class Fleet:
         (self.directory / "tmp").mkdir(parents=True)
         self.url = f"file://{self.directory / 'session'}"
         self.timeout = min(_MOST_PATIENT_CALL, pool.patience / 2)
+        self._patience = pool.patience
         self._workers: list[Worker] = []
         self._sides: list[Side] = []
         self._others: list[Fleet] = []
@@ -165,8 +166,14 @@ class Fleet:
         if self.stores:
             self.options.setdefault("directory", str(self.directory / "versions"))
 
+    def patient(self, seconds: float) -> None:
+        """Before anything is opened: this scenario's calls may take that long."""
+        self.timeout = seconds
+        self._patience = seconds
+
     def worker(self) -> Worker:
         worker = self.pool.take(self.backend)
+        worker.patience = self._patience
         self._workers.append(worker)
         worker.call("take", directory=str(self.directory / "tmp"))
         return worker

@@ -69,6 +69,7 @@ class Pool:
 
     def give_back(self, backend: str, worker: Worker) -> None:
         worker.forget()
+        worker.patience = self.patience
         self._idle[backend].append(worker)
 
     def end(self, backend: str) -> None:

@@ -11,11 +11,13 @@ import ctypes
 import json
 import os
 import queue
+import shutil
 import socket
 import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +109,7 @@ def main(address: str) -> None:
     listener.listen(64)
     os.write(1, b"ready\n")
     parent = os.getpid()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     while True:
         connection, _ = listener.accept()
         if posix.fork() == 0:
@@ -120,8 +122,9 @@ def main(address: str) -> None:
         connection.close()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(address: str) -> None:
     os.read(0, 1)  # not sys.stdin: its lock would be held in every fork
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
     os._exit(0)
 
 

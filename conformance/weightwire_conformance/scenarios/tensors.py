@@ -81,6 +81,7 @@ def a_tensor_larger_than_its_group_arrives(fleet: Fleet, nbytes: int) -> None:
 
 @scenario(large=True, need=limit_of(5 << 29))
 def a_tensor_over_two_gibibytes_arrives(fleet: Fleet) -> None:
+    fleet.patient(300.0)
     sizes = {"nbytes": 5 << 29}
     sender = fleet.sender("large", sizes)
     replica = fleet.receiver(model="large", sizes=sizes)

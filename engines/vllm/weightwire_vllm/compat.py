@@ -328,7 +328,7 @@ def drop_moe_kernels(taken: Iterable[MoeKernel]) -> None:
 
 
 def give_moe_kernels(taken: Iterable[MoeKernel]) -> None:
-    """Put the kernels of layers that weren't processed back."""
+    """Put the kernels back."""
     for method, kernel, quant_config in taken:
         method.moe_kernel = kernel
         method.moe_quant_config = quant_config

@@ -93,7 +93,6 @@ def process(
         kernel = compat.Registries(layer)
         pins = _Pins([layer])
         experts = compat.take_moe_kernels(layer)
-        done = False
         try:
             _install(path, layer, kernel, staged, trace, device)
             if compat.is_processed(layer):
@@ -101,11 +100,10 @@ def process(
                 compat.post_process(layer)
             _copy_back(path, layer, kernel, {key.rpartition(".")[2] for key in unit.keys})
             pins.restore()
-            done = True
         finally:
             kernel.put_back()
-            if not done:
-                compat.give_moe_kernels(experts)
+            # The kernel of the first load: it knows the memory that has just been filled.
+            compat.give_moe_kernels(experts)
 
 
 def finish_attention(model: nn.Module, model_config: Any) -> None:
