@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weightwire.errors import TraceError
 from weightwire_vllm.compare import reachable_tensors
 from weightwire_vllm.families import FAMILIES
 from weightwire_vllm.inprocess import on_model
@@ -23,7 +24,7 @@ ELSEWHERE = ("qwen3", "qwen3-tied", "qwen3_moe")  # test_target.py has more on t
     [
         pytest.param(kind, marks=() if kind in SLICE else pytest.mark.soak)
         for kind in (*FAMILIES, *QUANTISED)
-        if kind not in ELSEWHERE
+        if kind not in (*ELSEWHERE, "mamba2")
     ],
 )
 def test_updates_equal_cold_engines(labs, kind):
@@ -36,6 +37,14 @@ def test_updates_equal_cold_engines(labs, kind):
         lab.is_(which)
     assert addresses(lab) == before
     assert lab.target.path.startswith("traced")
+
+
+@pytest.mark.soak
+def test_a_buffer_that_nothing_refreshes_is_refused_by_name(labs):
+    lab = labs("mamba2")
+    with pytest.raises(TraceError, match=r"backbone\.layers\.0\.mixer\.conv_weights"):
+        lab.target.plan(lab.of("B").table)
+    lab.is_("A")
 
 
 def refuse(*_args, **_kwargs):

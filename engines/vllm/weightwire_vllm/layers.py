@@ -46,6 +46,8 @@ def make_units(model: nn.Module, trace: LoadTrace) -> list[Unit]:
         TraceError: a layer's state can't be rebuilt; named.
     """
     paths = {layer: path for path, layer in model.named_modules()}
+    for layer, path in paths.items():
+        _check_views(path, layer)
     order = {layer: i for i, layer in enumerate(paths)}
     groups: dict[nn.Module, set[nn.Module]] = {}
     for key in trace.tape.written:
@@ -134,6 +136,28 @@ class _Pins:
                 if isinstance(new, Tensor) and new is not old and _same_layout(new, old):
                     old.copy_(new)
                     vars(holder)[name] = old
+
+
+def _check_views(path: str, layer: nn.Module) -> None:
+    """Refuse a buffer that was a view of a parameter and no longer is one.
+
+    Post-processing moved the parameter and left the buffer behind with the values
+    of the first load (Mamba's ``conv_weights`` on CPU): nothing would refresh it.
+    """
+    if compat.is_processed(layer) or compat.is_attention(layer):
+        return
+    known = compat.load_time_tensors(layer)[True]
+    for name, buffer in layer._buffers.items():
+        if buffer is None or name in known or name not in layer._non_persistent_buffers_set:
+            continue
+        own = list(layer.parameters())
+        same = any(p.untyped_storage()._cdata == buffer.untyped_storage()._cdata for p in own)
+        if not same and any(p.numel() == buffer.numel() for p in own):
+            raise TraceError(
+                f"buffer '{path}.{name}' was a view of a parameter and is a copy since the first "
+                "load, which nothing refreshes: this model can't be updated in place; restart the "
+                "engine to change its weights"
+            )
 
 
 def _check(unit: Unit, trace: LoadTrace) -> None:
