@@ -194,6 +194,7 @@ class WeightReceiver(Handle):
 
     def poll(self) -> int | None:
         """The version on offer that ``receive`` would take now, or None.  Never waits for peers."""
+        self._check_usable()
         with contextlib.nullcontext() if self._attempt is not None else self._call(None):
             if self._attempt is None:
                 self._rejoin_if_replaced()
@@ -469,7 +470,8 @@ def open_receiver(
         rank, world_size: this rank among the replica's; by default the only one.
         group: a process group to take rank and world size from; it isn't used otherwise.
         token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
-        overlap: two slots instead of one.
+        overlap: two slots instead of one, where the transport has slots.  Arrival and
+            replay of neighbouring groups don't run at the same time yet.
         lease_ttl: seconds of silence after which this replica counts as dead.
         timeout: seconds for a ``receive``.
         open_timeout: seconds for reaching the session.

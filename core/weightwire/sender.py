@@ -431,7 +431,7 @@ def open_sender(
         keep_dtype: shell patterns of names that stay as stored.
         group_bytes: budget of a transfer group, in bytes.
         verify: how much of each tensor receivers compare with the sender's digest.
-        overlap: two slots instead of one.
+        overlap: two slots instead of one: a group is staged while the last one is read.
         resume_from: last version of earlier senders that stays readable; without it
             none does.
         min_receivers: receivers that must have joined before a version is offered

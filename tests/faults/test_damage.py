@@ -85,7 +85,8 @@ def test_a_damaged_version_is_refused_and_the_next_one_arrives(
     make_fleet: MakeFleet, damage: Callable[[Path], None], staged: bool
 ) -> None:
     fleet = make_fleet("filesystem")
-    sender, replica = fleet.sender(), fleet.receiver(staged=staged)
+    sender = fleet.sender()
+    replica = fleet.receiver(staged=staged, config={"visible_within": 0.5})
     sender.send(1)
     assert replica.receive()[0]["version"] == 1
     sender.send(2)

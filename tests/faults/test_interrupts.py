@@ -236,7 +236,7 @@ def test_interrupting_a_rank_that_waits_for_the_other_side_frees_its_siblings(
     if wait == "offer":
         calls = side.start("receive", timeout=4.0)
         side.workers[0].until_waiting("offer")
-        side.workers[1].until_waiting("agreement 'offer'")
+        side.workers[1].until_waiting("agreement 'round'")
     else:
         calls = side.start("send", version=1, timeout=4.0)
         side.workers[0].until_waiting("receiver_ready")

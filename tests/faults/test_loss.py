@@ -70,13 +70,13 @@ def test_a_killed_receiver_fails_the_version_and_comes_back(
         return
     receiving = again.start("receive", minimum=2)
     second = sender.start("send", version=2, wait="applied")
-    receiving.results()
-    # The other was still waiting for a first offer, or was part of the failed version.
+    # The other was part of the failed version; or it never heard of it, and gets this one.
     until(lambda: others.done, "the other's call ends", 20)
     assert_honest(other, 1, 2)
     if other.version != 2:
         assert others.error().kind == "PeerLost"
         other.receive(minimum=2)
+    receiving.results()
     second.results()
     assert (again.holds(2), other.holds(2)) == (2, 2)
 
@@ -131,14 +131,14 @@ def test_a_killed_rank_of_a_replica_ends_in_errors_by_the_deadline(
     fleet = make_fleet(backend)
     sender, replica = fleet.sender(), fleet.receiver(ranks=2)
     replica.workers[rank].arm(point)
-    sending = sender.start("send", version=1, wait="applied", timeout=3.0)
-    receiving = replica.start("receive", timeout=3.0)
+    sending = sender.start("send", version=1, wait="applied", timeout=1.5)
+    receiving = replica.start("receive", timeout=1.5)
     replica.workers[rank].until_at(point)
     replica.workers[rank].kill()
     error = receiving.calls[1 - rank].error()
     assert "TransferError" in error.kinds
-    assert in_time(error, 3.0)
-    assert in_time(sending.error(), 3.0)
+    assert in_time(error, 1.5)
+    assert in_time(sending.error(), 1.5)
     survivor = replica.workers[1 - rank]
     assert survivor.call("version") is None
     survivor.call("close")
@@ -155,6 +155,8 @@ def test_a_killed_rank_of_a_replica_ends_in_errors_by_the_deadline(
 def test_a_killed_live_sender_frees_its_receivers_and_the_next_one_serves_them(
     make_fleet: MakeFleet, scheme: str, phase: str
 ) -> None:
+    if scheme == "tcp" and phase in ("sender.finish", "receiver_applied"):
+        pytest.skip("a store that is gone is waited for: sender.put covers it over tcp")
     fleet = make_fleet("stepped-memory", scheme)
     sender, replica = fleet.sender(min_receivers=1), fleet.receiver(timeout=20.0)
     exchange(sender, 1, replica)
