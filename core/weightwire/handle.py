@@ -182,6 +182,8 @@ def ranks_of(
     if group is not None:
         if rank is not None or world_size is not None:
             raise ConfigError("group= and rank=/world_size= say the same thing: give one of them")
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            raise ConfigError(f"group={group!r} isn't a torch.distributed process group")
         return group.rank(), group.size()
     if rank is None and world_size is not None and world_size > 1:
         raise ConfigError(f"world_size={world_size} without rank=: say which rank this process is")

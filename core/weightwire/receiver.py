@@ -14,6 +14,7 @@ from weightwire.contract import Context, Offer, ReceiverTransport
 from weightwire.deadline import Deadline, calling
 from weightwire.errors import (
     AuthenticationError,
+    ConfigError,
     HandleError,
     PeerLost,
     SessionError,
@@ -189,13 +190,14 @@ class WeightReceiver(Handle):
         False while a newer attempt of it is on offer, and for a version of an
         earlier sender that the running one didn't take up.
         """
+        _check_minimum(version)
         self._check_usable()
         return self._version is not None and self._machine.holds(version)
 
     def poll(self) -> int | None:
         """The version on offer that ``receive`` would take now, or None.  Never waits for peers."""
         self._check_usable()
-        with contextlib.nullcontext() if self._attempt is not None else self._call(None):
+        with self._resumed() if self._attempt is not None else self._call(None):
             if self._attempt is None:
                 self._rejoin_if_replaced()
             record = self._machine.newest_offer()
@@ -220,11 +222,13 @@ class WeightReceiver(Handle):
             VerificationError: bytes arrived that aren't sent; see ``tainted``.
             HandleError: this receiver is closed, forked or busy.
         """
+        _check_minimum(minimum)
         with self._call(timeout):
             return self._receive(minimum)
 
     async def areceive(self, timeout: float | None = None, *, minimum: int = 0) -> Report:
         """``receive`` for asyncio: the event loop goes on; cancelling aborts the version."""
+        _check_minimum(minimum)
         return await self._in_thread(lambda: self._receive(minimum), timeout)
 
     def _receive(self, minimum: int) -> Report:
@@ -238,6 +242,7 @@ class WeightReceiver(Handle):
         The target still holds its old version; the engine pauses after this.
         The timeout covers ``fetch`` and ``commit`` too.
         """
+        _check_minimum(minimum)
         with self._call(timeout):
             return self._begin(minimum)
 
@@ -318,6 +323,8 @@ class WeightReceiver(Handle):
 
     def _fetch(self) -> None:
         attempt = self._running("fetch")
+        if attempt.fetched:
+            raise HandleError("fetch() was called twice: call commit()")
         self._version = None
         try:
             if attempt.run is not None:
@@ -443,6 +450,11 @@ class WeightReceiver(Handle):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_minimum(version: int) -> None:
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
+        raise ConfigError(f"version {version!r} isn't a whole number from 0 to 10**12 - 1")
 
 
 def open_receiver(

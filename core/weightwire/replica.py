@@ -240,8 +240,10 @@ class Replica:
         return drive(self._follow_begin(attempt), self._watch)
 
     def _follow_begin(self, attempt: Attempt) -> Steps[Offer]:
+        begins = True
         while True:
-            yield from self._agreement.next_round()
+            yield from self._agreement.next_round(begins=begins)
+            begins = False
             offer = msgspec.msgpack.decode((yield from self._agreement.hear("offer")), type=Offer)
             attempt.reset(offer)
             yield from self.prepare_on_all(attempt, offer)

@@ -85,6 +85,8 @@ def validate_tensor_name(name: str) -> str:
     Names travel into headers, indices and messages, and a backend may use them
     in paths: no control characters, no absolute path, no ``..`` component.
     """
+    if not isinstance(name, str):
+        raise TableMismatch(f"tensor name {name!r} isn't a string: name tensors by strings")
     if not name or len(name) > MAX_NAME:
         raise TableMismatch(
             f"tensor name {name[:64]!r} has {len(name)} characters: use 1 to {MAX_NAME}"

@@ -6,10 +6,11 @@ import errno
 import logging
 import os
 import shutil
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from weightwire.errors import PeerLost, TransferError, WeightWireError
+from weightwire.errors import PeerLost, TransferError, VerificationError, WeightWireError
 from weightwire_filesystem import posix
 
 if TYPE_CHECKING:
@@ -86,8 +87,13 @@ def create_file(path: Path, mode: int) -> int:
 
 
 def open_for_reading(path: Path) -> int:
-    """Open a regular file of a version; a symbolic link in its place is refused."""
-    return os.open(path, os.O_RDONLY | posix.NOFOLLOW)
+    """Open a regular file of a version; anything else in its place is refused."""
+    # Opening a pipe would wait for its writer.
+    fd = os.open(path, os.O_RDONLY | posix.NOFOLLOW | posix.NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise VerificationError(f"{path} isn't a regular file: send a newer version")
+    return fd
 
 
 def make_directory(path: Path, mode: int) -> bool:

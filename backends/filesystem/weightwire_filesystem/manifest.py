@@ -129,7 +129,7 @@ def parse(data: bytes, kind: type[T], path: Path) -> T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise VerificationError(
-            f"{path} is torn or not of this weightwire version: send the version again, and run "
+            f"{path} is torn or not of this weightwire version: send a newer version, and run "
             f"one weightwire version on both sides\n{error}"
         ) from error
 
@@ -181,7 +181,7 @@ def check_manifest(
         chunks = checksums.chunk_count(entry.nbytes, manifest.chunk_nbytes)
         if sums is None or len(sums) != 16 * chunks:
             raise VerificationError(
-                f"{path} lacks checksums of tensor {entry.name!r}: send the version again"
+                f"{path} lacks checksums of tensor {entry.name!r}: send a newer version"
             )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["NOFOLLOW", "fchmod", "preadv", "pwrite"]
+__all__ = ["NOFOLLOW", "NONBLOCK", "fchmod", "preadv", "pwrite"]
 
 if sys.platform == "win32":
     NOFOLLOW = 0
+    NONBLOCK = 0
 
     def fchmod(fd: int, mode: int) -> None:
         raise NotImplementedError
@@ -20,6 +21,7 @@ if sys.platform == "win32":
         raise NotImplementedError
 else:
     NOFOLLOW = os.O_NOFOLLOW
+    NONBLOCK = os.O_NONBLOCK
 
     def fchmod(fd: int, mode: int) -> None:
         os.fchmod(fd, mode)

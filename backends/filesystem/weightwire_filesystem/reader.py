@@ -67,20 +67,20 @@ class VersionReader:
         file = self.layout.files[position]
         path = self._path / file.name
         if file.name not in names:
-            raise VerificationError(f"{path} is missing: send the version again")
+            raise VerificationError(f"{path} is missing: send a newer version")
         fd = files.open_for_reading(path)
         self._descriptors[position] = fd
         size = os.fstat(fd).st_size
         if size != file.nbytes:
             raise VerificationError(
                 f"{path} has {size} bytes, not {file.nbytes}: it is truncated or was replaced; "
-                "send the version again"
+                "send a newer version"
             )
         header = bytearray(len(file.header))
         if not files.read_exactly(fd, memoryview(header), 0) or header != file.header:
             raise VerificationError(
                 f"{path} has another header than its table gives: it is damaged or was replaced; "
-                "send the version again"
+                "send a newer version"
             )
 
     def seal(self, owner: int, group: int) -> Seal:
@@ -90,7 +90,7 @@ class VersionReader:
         except KeyError:
             raise VerificationError(
                 f"{self._path} has no seal of trainer rank {owner} for group {group}: "
-                "send the version again"
+                "send a newer version"
             ) from None
 
     def jobs(self, tensor: int, rows: Rows, target: memoryview) -> Iterator[Job]:
@@ -149,8 +149,8 @@ class VersionReader:
         if expected is not None and checksums.checksum(view) != expected:
             raise VerificationError(
                 f"tensor {self._table.tensors[tensor].name!r} in {path} of {self._policy} has "
-                f"wrong bytes in {len(view)} bytes from {begin}: check the disk, and send the "
-                "version again"
+                f"wrong bytes in {len(view)} bytes from {begin}: check the disk, and send a "
+                "newer version"
             )
 
     def _read_through(

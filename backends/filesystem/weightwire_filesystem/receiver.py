@@ -169,7 +169,7 @@ class FilesystemReceiver(ReceiverTransport):
         marker = path / manifest.MANIFEST_NAME
         if marker.name not in names:
             raise VerificationError(
-                f"{path} has no {marker.name}: it isn't a finished version; send it again"
+                f"{path} has no {marker.name}: it isn't a finished version; send a newer one"
             )
         data = files.read_small(marker, manifest.MAX_MANIFEST_NBYTES)
         content = manifest.parse(data, manifest.Manifest, marker)

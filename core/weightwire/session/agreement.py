@@ -19,6 +19,7 @@ from weightwire.waiting import Steps, Waiting
 
 __all__ = ["Agreement"]
 
+_OVER = "over"
 _GRACE_SECONDS = 0.15
 """How much longer other ranks wait than rank 0, to hear its reason rather than their own."""
 
@@ -48,10 +49,14 @@ class Agreement:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def next_round(self) -> Steps[None]:
+    def next_round(self, *, begins: bool = True) -> Steps[None]:
         """Begin a call: rank 0 opens a round, the others enter the newest it has opened.
 
         A rank that gave up alone, or was slow, so meets the others in their next call.
+
+        Args:
+            begins: this is a call's first round: one that rank 0 gave up before the
+                call began isn't entered, since rank 0 calls again.
         """
         if self.leads:
             self.open_round()
@@ -61,7 +66,9 @@ class Agreement:
             number = int.from_bytes(opened.payload, "big") if opened is not None else 0
             if number > self._round:
                 self._round = number
-                return
+                if not (begins and self._session.read(self._key(number, _OVER), RankReport)):
+                    return
+            begins = False
             yield self._waiting("round", {0})
 
     def open_round(self) -> None:
@@ -136,6 +143,7 @@ class Agreement:
         report = RankReport(error=ErrorInfo.of(error))
         with contextlib.suppress(WeightWireError):  # ``error`` matters more
             if self._rank == 0:
+                self._session.write(self._key(self._round, _OVER), RankReport())
                 others = (RankReport(),) * (self.world_size - 1)
                 self._session.write(
                     self._key(self._round, step, "all"), RankReports((report, *others))
@@ -148,6 +156,8 @@ class Agreement:
         if not self.alone:
             info = None if error is None else ErrorInfo.of(error)
             self._session.write(self._key(self._round, step, "0"), RankReport(payload, info))
+            if error is not None:
+                self._session.write(self._key(self._round, _OVER), RankReport())
 
     def hear(self, step: str) -> Steps[bytes]:
         """Other ranks: rank 0's decision, or its error."""
