@@ -90,6 +90,16 @@ class FilesystemSender(SenderTransport):
                 "or set the option `directory`"
             )
 
+    def _remove_given_up(self) -> None:
+        """Remove what a rank staged of a version that the others had given up already.
+
+        Every rank has finished the version that was just published: none stages another.
+        """
+        for name in sorted(os.listdir(self._root)):
+            incarnation = manifest.leftover_incarnation(name, self._context.session_id)
+            if incarnation == self._context.incarnation and name.startswith(".staging-"):
+                files.remove_tree(self._root / name)
+
     def _remove_leftovers(self) -> None:
         """Remove what earlier incarnations of this session were writing or deleting."""
         for name in sorted(os.listdir(self._root)):
@@ -192,6 +202,7 @@ class FilesystemSender(SenderTransport):
         with files.explained("can't publish", version.final):
             self._publish(version)
         self._version = None
+        self._remove_given_up()
 
     def abort(self, error: BaseException) -> None:
         self._workers.stop(error)

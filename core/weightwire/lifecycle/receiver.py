@@ -172,7 +172,8 @@ class ReceiverMachine:
                 go = yield from self._await_start(offer)
             except GeneratorExit:
                 raise
-            except BaseException:
+            except BaseException as error:
+                self._withdraw(offer.policy, error)
                 self._settle()
                 raise
             if go:
@@ -287,6 +288,20 @@ class ReceiverMachine:
             self.session.write(
                 self._answer(policy, "applied"), Applied(error=info, tainted=tainted)
             )
+
+    def _withdraw(self, policy: Policy, error: BaseException) -> None:
+        """Take ``receiver_ready`` back; a sender that has started on it hears why."""
+        if self.state is not ReceiverState.READY or self.capabilities.flow == "store":
+            return
+        # The error that is being raised matters more than a session that is gone.
+        with contextlib.suppress(SessionError):
+            self.session.delete(self._answer(policy, "ready"))
+            if self.session.read(keys.version(policy, "started"), Started) is not None:
+                self._tried = policy
+                self.session.write(
+                    self._answer(policy, "applied"),
+                    Applied(error=ErrorInfo.of(error), tainted=self.tainted is not None),
+                )
 
     def _settle(self) -> None:
         self.state = ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE
