@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from weightwire.contract import Capabilities, Offer, Policy
-from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError
+from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError, TransferTimeout
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.lifecycle.history import (
     offer_of,
@@ -290,12 +290,22 @@ class ReceiverMachine:
             )
 
     def _withdraw(self, policy: Policy, error: BaseException) -> None:
-        """Take ``receiver_ready`` back; a sender that has started on it hears why."""
+        """Take ``receiver_ready`` back; a sender that has started on it hears why.
+
+        After a deadline of its own the receiver may call again and be ready again;
+        one that was interrupted won't, so the sender needn't wait.
+        """
         if self.state is not ReceiverState.READY or self.capabilities.flow == "store":
             return
         # The error that is being raised matters more than a session that is gone.
         with contextlib.suppress(SessionError):
-            self.session.delete(self._answer(policy, "ready"))
+            if isinstance(error, TransferTimeout):
+                self.session.delete(self._answer(policy, "ready"))
+            else:
+                self._tried = policy
+                self.session.write(
+                    self._answer(policy, "ready"), Ready(declined=ErrorInfo.of(error))
+                )
             if self.session.read(keys.version(policy, "started"), Started) is not None:
                 self._tried = policy
                 self.session.write(
