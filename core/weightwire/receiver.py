@@ -197,7 +197,7 @@ class WeightReceiver(Handle):
     def poll(self) -> int | None:
         """The version on offer that ``receive`` would take now, or None.  Never waits for peers."""
         self._check_usable()
-        with self._resumed() if self._attempt is not None else self._call(None):
+        with contextlib.nullcontext() if self._attempt is not None else self._call(None):
             if self._attempt is None:
                 self._rejoin_if_replaced()
             record = self._machine.newest_offer()

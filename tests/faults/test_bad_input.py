@@ -297,7 +297,9 @@ def test_closing_in_a_fork_doesnt_close_the_parents_handle(
     exchange(sides["sender"], 3, sides["receiver"])
 
 
-@pytest.mark.parametrize(("role", "call", "args"), ALL_CALLS)
+@pytest.mark.parametrize(
+    ("role", "call", "args"), [case for case in ALL_CALLS if case[1] != "poll"]
+)
 def test_a_busy_handle_refuses_and_the_first_call_goes_on(
     make_fleet: MakeFleet, role: str, call: str, args: dict[str, Any]
 ) -> None:
@@ -311,6 +313,19 @@ def test_a_busy_handle_refuses_and_the_first_call_goes_on(
     error = side.first.start(call, now=True, **args).error()
     assert error.kind == "HandleError"
     assert "busy" in error.first
+    replica.first.release("target.write")
+    receiving.results()
+    sending.results()
+    assert replica.holds(1) == 1
+
+
+def test_polling_while_a_version_comes_in_is_answered_and_harms_nothing(fleet: Fleet) -> None:
+    sender, replica = fleet.sender(), fleet.receiver()
+    replica.first.arm("target.write")
+    sending = sender.start("send", version=1)
+    receiving = replica.start("receive")
+    replica.first.until_at("target.write")
+    assert replica.ask("poll", now=True) in (None, 1)
     replica.first.release("target.write")
     receiving.results()
     sending.results()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from weightwire.contract import Capabilities, Offer, Policy
-from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError, TransferTimeout
+from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.lifecycle.history import (
     offer_of,
@@ -172,8 +172,7 @@ class ReceiverMachine:
                 go = yield from self._await_start(offer)
             except GeneratorExit:
                 raise
-            except BaseException as error:
-                self._withdraw(offer.policy, error)
+            except BaseException:
                 self._settle()
                 raise
             if go:
@@ -288,30 +287,6 @@ class ReceiverMachine:
             self.session.write(
                 self._answer(policy, "applied"), Applied(error=info, tainted=tainted)
             )
-
-    def _withdraw(self, policy: Policy, error: BaseException) -> None:
-        """Take ``receiver_ready`` back; a sender that has started on it hears why.
-
-        After a deadline of its own the receiver may call again and be ready again;
-        one that was interrupted won't, so the sender needn't wait.
-        """
-        if self.state is not ReceiverState.READY or self.capabilities.flow == "store":
-            return
-        # The error that is being raised matters more than a session that is gone.
-        with contextlib.suppress(SessionError):
-            if isinstance(error, TransferTimeout):
-                self.session.delete(self._answer(policy, "ready"))
-            else:
-                self._tried = policy
-                self.session.write(
-                    self._answer(policy, "ready"), Ready(declined=ErrorInfo.of(error))
-                )
-            if self.session.read(keys.version(policy, "started"), Started) is not None:
-                self._tried = policy
-                self.session.write(
-                    self._answer(policy, "applied"),
-                    Applied(error=ErrorInfo.of(error), tainted=self.tainted is not None),
-                )
 
     def _settle(self) -> None:
         self.state = ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE

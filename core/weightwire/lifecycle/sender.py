@@ -148,7 +148,6 @@ class SenderMachine:
             else:
                 readers = yield from self._gather_ready(offer, roster, offering)
                 self._start(policy, roster)
-                self._strike_off_withdrawn(offer, roster, readers, offering)
                 yield Transfer(offer, readers)
             if offering.wait == "applied":
                 yield from self._gather_applied(offer, roster, offering)
@@ -163,29 +162,6 @@ class SenderMachine:
             raise
         self._enter(SenderState.IDLE)
         return policy
-
-    def _strike_off_withdrawn(
-        self,
-        offer: Offer,
-        roster: dict[str, Member],
-        readers: dict[str, Sequence[bytes]],
-        offering: Offering,
-    ) -> None:
-        """Look once more who is ready.
-
-        A receiver that gives up takes its ready back and then looks for ``started``;
-        this is after ``started`` was written, so that one of the two sees the other.
-        """
-        for receiver_id, member in list(roster.items()):
-            place = keys.answer(offer.policy, "ready", receiver_id, member.incarnation)
-            ready = self.session.read(place, Ready)
-            if ready is None or ready.declined is not None:
-                error = PeerLost(
-                    f"receiver {receiver_id!r} gave {offer.policy} up before it started: "
-                    "its own error says why; send it again"
-                )
-                self._go_on_without(receiver_id, roster, offering, error)
-                readers.pop(receiver_id, None)
 
     def _start(self, policy: Policy, readers: Mapping[str, Member]) -> None:
         self._refuse_if_superseded()
