@@ -68,8 +68,10 @@ def test_members_that_fail_at_random_moments_never_leave_a_mixed_model_serving(
     if (victim, what, scheme) == ("sender", "stop", "tcp"):
         pytest.skip("a stopped sender keeps serving its tcp session: nobody can replace it")
     fleet = make_fleet(backend, scheme)
-    options = {"lease_ttl": LEASE, "model": "wide", "group_bytes": 256 << 10}
-    sender = fleet.sender(resume_from=None, **options)
+    options = {
+        "lease_ttl": LEASE, "model": "wide", "group_bytes": 256 << 10, "min_receivers": 2
+    }  # fmt: skip
+    sender = fleet.sender(**options)
     replicas = [fleet.receiver(f"replica-{i}", lease_ttl=LEASE, model="wide") for i in range(2)]
     version = 1
     exchange(sender, version, *replicas)

@@ -82,7 +82,9 @@ class Stage:
             self.idle = self.fleet.receiver("idle")
         receiving = self.replica.start(do, **args)
         if phase != "offer":
-            sending = self.sender.start("send", version=self.first, wait="applied", timeout=20.0)
+            # One that was ready and is cancelled may still call again: until its own
+            # deadline the sender waits for that.
+            sending = self.sender.start("send", version=self.first, wait="applied", timeout=6.0)
         until_phase(self.replica.first, phase)
         return receiving, sending
 

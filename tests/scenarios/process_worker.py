@@ -768,11 +768,14 @@ def run(message: dict[str, Any]) -> None:
     on_main = threading.current_thread() is threading.main_thread()
     if on_main:
         LAST_SECONDS, _noted = 0.0, None
-        OPENED.set()
     try:
+        if on_main:
+            OPENED.set()
         result = command(**message["args"])
         answer = {"id": number, "result": result}
     except BaseException as error:
+        if on_main:
+            OPENED.clear()
         names = [kind.__name__ for kind in type(error).__mro__]
         answer = {"id": number, "error": names, "message": str(error)}
         if not isinstance(error, weightwire.WeightWireError | KeyboardInterrupt):
@@ -799,10 +802,13 @@ def serve() -> None:
     threading.Thread(target=read, name="reader", daemon=True).start()
     emit(id=0, result=os.getpid(), seconds=0.0)
     while True:
-        try:
-            run(commands.get())
-        except KeyboardInterrupt:
-            emit(event="interrupted")
+        run(commands.get())
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Ctrl-C, but only while a command runs: the rig's own steps aren't what is tested."""
+    if OPENED.is_set():
+        raise KeyboardInterrupt
 
 
 def become_worker(connection: socket.socket) -> None:
@@ -820,6 +826,7 @@ def become_worker(connection: socket.socket) -> None:
     sys.stdout = sys.stderr
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, _interrupt)
     torch.set_num_threads(1)
     install_plugins()
     report_waits()
