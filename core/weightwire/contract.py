@@ -211,6 +211,9 @@ class SenderTransport(ABC):
     keep: int | None = None
     """How many finished versions stay readable; None keeps all.  Only with ``serves_finished``."""
 
+    path: str = ""
+    """How this version's bytes travel, and why so, for reports: read after ``begin``."""
+
     @abstractmethod
     def set_table(self, table: TensorTable) -> None:
         """Size slots, register memory, prepare what all versions of this layout share."""
@@ -288,12 +291,18 @@ class ReceiverTransport(ABC):
 
     1. ``set_plan(table, regions)`` when the table is new, and then ``describe()``.
     2. ``begin(offer)`` once the transfer has started.
-    3. for each group with regions of this rank: ``slot``, then ``fetch``.
+    3. for each group with regions of this rank: ``slot``, ``post``, ``fetch``.  With
+       ``overlap``, ``slot`` and ``post`` of the next group come before ``fetch`` of this one,
+       so that it arrives while this one is verified and written; without, they follow the
+       writing of the group before.
     4. ``finish()`` after the last group has been verified.
-    5. or, at any point after 2, ``abort(error)``.
+    5. or, at any point after 2, ``abort(error)``: also of what was posted and not fetched.
 
     At the end ``close()``.
     """
+
+    path: str = ""
+    """How this version's bytes travel, and why so, for reports: read after ``begin``."""
 
     @abstractmethod
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
@@ -315,6 +324,14 @@ class ReceiverTransport(ABC):
             next call for a group (with ``overlap``, until the one after).
         """
         return None
+
+    def post(self, group: int, regions: Mapping[int, Tensor]) -> None:
+        """Start to bring one group, without waiting for it; ``fetch`` completes it.
+
+        Args:
+            group: index into the table's groups.
+            regions: exactly what ``fetch`` will be given.
+        """
 
     @abstractmethod
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:

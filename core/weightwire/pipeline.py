@@ -7,7 +7,9 @@ land them where they belong, there is no slot at all.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 
 import torch
@@ -170,9 +172,15 @@ class SendPlan:
 
 
 class FetchPlan:
-    """What one inference rank reads, group by group: made once per table."""
+    """What one inference rank reads, group by group: made once per table.
 
-    def __init__(self, table: TensorTable, regions: Sequence[Region]) -> None:
+    Args:
+        overlap: let a group arrive while the one before it is verified and written.
+    """
+
+    def __init__(
+        self, table: TensorTable, regions: Sequence[Region], *, overlap: bool = False
+    ) -> None:
         self.table = table
         self.regions = tuple(regions)
         _validate(table, self.regions)
@@ -195,7 +203,8 @@ class FetchPlan:
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
         self._keys = {r.tensor: tensor_key(table.tensors[r.tensor].name) for r in self.regions}
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
-        self._scratch = _Scratch()
+        self._overlap = overlap
+        self._scratches = [_Scratch() for _ in range(2 if overlap else 1)]
 
     def fetch(
         self,
@@ -215,9 +224,17 @@ class FetchPlan:
         """
         total = 0
         parts: list[PartDigests] = []
-        for group, positions in self._groups:
-            watch.check(f"group {group}")
-            memory, reused = self._memory(group, positions, transport, target, capabilities)
+        posted: deque[tuple[int, dict[int, Tensor], frozenset[int]]] = deque()
+        upcoming = iter(range(len(self._groups)))
+        for _ in self._groups:
+            for turn in itertools.islice(upcoming, len(self._scratches) - len(posted)):
+                group = self._groups[turn][0]
+                watch.check(f"group {group}")
+                with phases.timed("wait"):
+                    memory, reused = self._memory(turn, transport, target, capabilities)
+                    transport.post(group, memory)
+                posted.append((group, memory, reused))
+            group, memory, reused = posted.popleft()
             keep = reused if target.keeps_buffers else frozenset()
             with phases.timed("fetch"):
                 seals = transport.fetch(group, memory)
@@ -231,13 +248,13 @@ class FetchPlan:
 
     def _memory(
         self,
-        group: int,
-        positions: Sequence[int],
+        turn: int,
         transport: ReceiverTransport,
         target: WeightTarget,
         capabilities: Capabilities,
     ) -> tuple[dict[int, Tensor], frozenset[int]]:
-        """Where each region of a group arrives, and which lie in a transport's slot."""
+        """Where each region of this rank's ``turn``-th group arrives, and which in a slot."""
+        group, positions = self._groups[turn]
         memory: dict[int, Tensor] = {}
         if capabilities.lands_in_place:
             for position in positions:
@@ -251,7 +268,8 @@ class FetchPlan:
         slot = transport.slot(group, nbytes)
         reused = frozenset(rest) if slot is not None else frozenset()
         if slot is None:
-            slot = self._scratch.take(nbytes, fresh=target.keeps_buffers)
+            scratch = self._scratches[turn % len(self._scratches)]
+            slot = scratch.take(nbytes, fresh=target.keeps_buffers)
         for position, place in zip(rest, places, strict=True):
             memory[position] = place.view(slot)
         return memory, reused
@@ -319,8 +337,9 @@ class FetchPlan:
         return sum(arrivals) & _MASK
 
     def release(self) -> None:
-        """Give the receive buffer back."""
-        self._scratch.release()
+        """Give the receive buffers back."""
+        for scratch in self._scratches:
+            scratch.release()
 
 
 def _validate(table: TensorTable, regions: Sequence[Region]) -> None:

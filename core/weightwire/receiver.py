@@ -106,6 +106,7 @@ class WeightReceiver(Handle):
                 self._target,
                 capabilities,
                 self._watch,
+                overlap=self._options.overlap,
             )
             self._machine = ReceiverMachine(
                 self._session, self._member, self._observer, capabilities
@@ -482,8 +483,8 @@ def open_receiver(
         rank, world_size: this rank among the replica's; by default the only one.
         group: a process group to take rank and world size from; it isn't used otherwise.
         token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
-        overlap: two slots instead of one, where the transport has slots.  Arrival and
-            replay of neighbouring groups don't run at the same time yet.
+        overlap: two slots instead of one: a group arrives while the one before it is
+            verified and written, where the transport can bring it meanwhile.
         lease_ttl: seconds of silence after which this replica counts as dead.
         timeout: seconds for a ``receive``.
         open_timeout: seconds for reaching the session.

@@ -72,6 +72,8 @@ class Replica:
         target: WeightTarget,
         capabilities: Capabilities,
         watch: Watch,
+        *,
+        overlap: bool,
     ) -> None:
         self._session = session
         self._agreement = agreement
@@ -79,6 +81,7 @@ class Replica:
         self._target = target
         self._capabilities = capabilities
         self._watch = watch
+        self._overlap = overlap
         self._plan: FetchPlan | None = None
         self._table_digest = ""
         self._receiving = False
@@ -135,7 +138,7 @@ class Replica:
         self._table_digest = ""
         regions = tuple(self._target.plan(table))
         self._transport.set_plan(table, regions)
-        self._plan = FetchPlan(table, regions)
+        self._plan = FetchPlan(table, regions, overlap=self._overlap)
         self._table_digest = offer.table_digest
 
     def _check_senders(self, offer: Offer, table: TensorTable) -> None:
@@ -286,7 +289,10 @@ class Replica:
             digest=combine(attempt.digest, attempt.offer.verify),
             path=", ".join(
                 part
-                for part in (f"{backend} ({self._capabilities.flow})", self._target.path)
+                for part in (
+                    f"{backend} ({self._transport.path or self._capabilities.flow})",
+                    self._target.path,
+                )
                 if part
             ),
             roster=attempt.offer.roster,

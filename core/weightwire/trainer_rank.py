@@ -219,6 +219,7 @@ class TrainerRank:
             self.abort(error)  # first, so that no reader makes another rank wait for this one
         with phases.timed("commit"):
             drive(self._agreement.agree("sent", b"", error), self._watch)
+        capabilities = self._backend.capabilities
         return Report(
             role="sender",
             backend=self._backend.name,
@@ -229,7 +230,7 @@ class TrainerRank:
             seconds=time.perf_counter() - began,
             phases=dict(phases.seconds),
             digest=combine(digest, self._options.verify),
-            path=f"{self._backend.name} ({self._backend.capabilities.flow})",
+            path=f"{self._backend.name} ({self._transport.path or capabilities.flow})",
             roster=offer.roster,
         )
 
