@@ -20,6 +20,7 @@ from torch import Tensor
 from weightwire.contract import Policy
 from weightwire.deadline import Watch
 from weightwire.errors import PeerLost, WeightWireError
+from weightwire.layout import cut_out
 from weightwire.session import keys
 from weightwire.session.lease import Member
 from weightwire.session.rendezvous import SessionRendezvous
@@ -32,13 +33,22 @@ __all__ = ["Exchange", "ExchangePlan", "Piece"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor on its way from the rank that holds it to the tensor's owner."""
+    """A box of a tensor on its way from the rank that holds it to the tensor's owner.
+
+    Attributes:
+        offsets: first index in each dimension.
+        sizes: extent in each dimension.
+        held: first index of the larger box that the holder has.
+        landed: first index of the box that the owner puts together in this group.
+    """
 
     tensor: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     holder: int
     owner: int
+    held: tuple[int, ...]
+    landed: tuple[int, ...]
 
 
 class ExchangePlan:
@@ -58,7 +68,7 @@ class ExchangePlan:
                     rank
                 )
         self._groups: list[tuple[Piece, ...]] = []
-        for members in table.groups:
+        for group, members in enumerate(table.groups):
             pieces = []
             for i in members.tensors:
                 entry = table.tensors[i]
@@ -69,7 +79,12 @@ class ExchangePlan:
                 for (offsets, sizes), ranks in sorted(boxes.items()):
                     # Spread over the replicas of a box, but keep it where it is if it is there.
                     holder = owner if owner in ranks else ranks[i % len(ranks)]
-                    pieces.append(Piece(i, offsets, sizes, holder, owner))
+                    part = table.part(group, i)
+                    here = part.meet(offsets, sizes)
+                    if here is not None:
+                        pieces.append(
+                            Piece(i, here.offsets, here.sizes, holder, owner, offsets, part.offsets)
+                        )
             self._groups.append(tuple(pieces))
 
     def of_group(self, group: int) -> tuple[Piece, ...]:
@@ -131,7 +146,7 @@ class Exchange:
             pieces: of the group, in an order that is the same on every rank.
             tensors: this rank's tensors by name.
             whole: by tensor index, the contiguous tensor of the wire dtype that
-                this rank puts together.
+                this rank puts together: what of it travels in this group.
         """
         works: list[Any] = []
         arrivals: list[tuple[Tensor, Tensor]] = []
@@ -139,11 +154,10 @@ class Exchange:
             for tag, piece in enumerate(pieces):
                 entry = table.tensors[piece.tensor]
                 if self._rank == piece.owner:
-                    box = whole[piece.tensor]
-                    for dim, (at, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-                        box = box.narrow(dim, at, size)
+                    box = cut_out(whole[piece.tensor], piece.offsets, piece.sizes, piece.landed)
                     if self._rank == piece.holder:
-                        box.copy_(tensors[entry.name])
+                        held = tensors[entry.name]
+                        box.copy_(cut_out(held, piece.offsets, piece.sizes, piece.held))
                         continue
                     landing = (
                         box
@@ -153,7 +167,9 @@ class Exchange:
                     arrivals.append((box, landing))
                     works.append(self._group.recv([_raw(landing)], piece.holder, tag))
                 elif self._rank == piece.holder:
-                    local = tensors[entry.name].to(entry.torch_dtype).contiguous()
+                    held = tensors[entry.name]
+                    local = cut_out(held, piece.offsets, piece.sizes, piece.held)
+                    local = local.to(entry.torch_dtype).contiguous()
                     works.append(self._group.send([_raw(local)], piece.owner, tag))
                     arrivals.append((local, local))  # kept alive until it is sent
             if works:

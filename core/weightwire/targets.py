@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.layout import cut_out
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
 from weightwire.table import Region, TensorTable, dtype_name
@@ -42,6 +43,10 @@ class WeightTarget(ABC):
     def plan(self, table: TensorTable) -> Sequence[Region]:
         """The regions of the table's tensors that this rank reads.
 
+        Each lies in one transfer group: what a tensor that is cut over several
+        has in each of them, ``Cuts(table).cut(region)`` says.  Not needed with
+        ``takes_pieces``.
+
         Raises:
             TableMismatch: names, shapes or dtypes differ; the message lists
                 them.  Every tensor of the table is read or deliberately unused.
@@ -58,6 +63,15 @@ class WeightTarget(ABC):
         then nothing of the target changes before the group is verified.
         """
         return None
+
+    @property
+    def takes_pieces(self) -> bool:
+        """If True, ``landing`` and ``write`` may be given any box of a planned region.
+
+        Core then cuts regions that lie in several transfer groups, so that a
+        group never holds more than its budget.
+        """
+        return False
 
     @property
     def keeps_buffers(self) -> bool:
@@ -156,8 +170,12 @@ class MappingTarget(WeightTarget):
                 "since it was planned: receive again, and it is planned anew"
             )
 
+    @property
+    def takes_pieces(self) -> bool:
+        return True
+
     def landing(self, region: Region) -> Tensor | None:
-        first = self._destinations[region.tensor][0]
+        first = _box_of(self._destinations[region.tensor][0], region)
         if not first.is_contiguous():
             return None
         self._written = True
@@ -166,7 +184,8 @@ class MappingTarget(WeightTarget):
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         with torch.no_grad():
             for region, value in tensors.items():
-                for place in self._destinations[region.tensor]:
+                for whole in self._destinations[region.tensor]:
+                    place = _box_of(whole, region)
                     if not _same_memory(place, value):
                         self._written = True
                         place.copy_(value)
@@ -271,6 +290,10 @@ def _require_plain(name: str, tensor: Tensor) -> Tensor:
     ):
         raise ConfigError(f"target tensor {name!r} is expanded: several elements share memory")
     return tensor.detach()
+
+
+def _box_of(tensor: Tensor, region: Region) -> Tensor:
+    return cut_out(tensor, region.offsets, region.sizes, (0,) * tensor.dim())
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -74,10 +74,11 @@ def check_table(
     aliases: dict[str, list[str]] = {}
     for alias, name in table.ties.items():
         aliases.setdefault(name, []).append(alias)
+    # In the order in which they travel; a tensor that is cut is in several groups.
+    order = dict.fromkeys(i for group in table.groups for i in group.tensors)
     offered = [
         LazyWeight(name, entry.shape, entry.torch_dtype)
-        for group in table.groups
-        for entry in (table.tensors[i] for i in group.tensors)
+        for entry in (table.tensors[i] for i in order)
         for name in _loaded_names([entry.name, *aliases.get(entry.name, ())], cold)
     ]
     _check_shapes(offered, cold)
