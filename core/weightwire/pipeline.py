@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch import Tensor
 from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
 from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
-from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
-from weightwire.errors import TableMismatch, VerificationError
+from weightwire.digest import Verify, box_digest, sample_box_digests, sample_digests, tensor_key
+from weightwire.errors import PluginError, TableMismatch, VerificationError
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
 from weightwire.parts import Fetched, PartDigests
@@ -148,16 +149,28 @@ class SendPlan:
                 copies.append((i, place))
         if copies:
             if slot is None:
+                if any(place.borders for _, place in copies):
+                    raise PluginError(
+                        "a transport with column_blocks gave no slot: it must, for such tensors"
+                    )
                 transport.settle()  # it may still send from the buffer's last content
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
                 slot = self._scratch.take(size)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
-            views = {i: place.view(slot) for i, place in copies}
-            here = [i for i in views if i not in assembled]
-            if here:
-                values = [self._local(tensors, layout, i) for i in here]
-                torch._foreach_copy_([views[i] for i in here], values)
-            staged.update(views)
+            destinations: list[Tensor] = []
+            sources: list[Tensor] = []
+            for i, place in copies:
+                staged[i] = place.flat(slot) if place.borders else place.view(slot)
+                if i in assembled:
+                    continue
+                local = self._local(tensors, layout, i)
+                for column, tile in place.tile_views(slot):
+                    destinations.append(tile)
+                    sources.append(
+                        local.narrow(-1, column, tile.shape[-1]) if place.borders else local
+                    )
+            if destinations:
+                torch._foreach_copy_(destinations, sources)
         return staged
 
     def _local(self, tensors: Mapping[str, Tensor], layout: SlotLayout, i: int) -> Tensor:
@@ -171,13 +184,27 @@ class SendPlan:
     ) -> dict[int, int]:
         if verify == "off":
             return {}
-        indices, boxes = list(staged), list(staged.values())
-        shapes = [self.table.tensors[i].shape for i in indices]
-        offsets = [layout.shards[i].offsets for i in indices]
-        keys = [self._keys[i] for i in indices]
-        return dict(
-            zip(indices, _digest(boxes, keys, shapes, offsets, verify, version), strict=True)
+        located: list[tuple[int, Tensor, tuple[int, ...]]] = []
+        for i, tensor in staged.items():
+            place, offsets = layout.places[i], layout.shards[i].offsets
+            if not place.borders:
+                located.append((i, tensor, offsets))
+                continue
+            flat = tensor.view(torch.uint8)  # only this place of the slot
+            for column, tile in replace(place, begin=0).tile_views(flat):
+                located.append((i, tile, (*offsets[:-1], offsets[-1] + column)))
+        found = _digest(
+            [box for _, box, _ in located],
+            [self._keys[i] for i, _, _ in located],
+            [self.table.tensors[i].shape for i, _, _ in located],
+            [offsets for _, _, offsets in located],
+            verify,
+            version,
         )
+        digests = dict.fromkeys(staged, 0)
+        for (i, _, _), value in zip(located, found, strict=True):
+            digests[i] = (digests[i] + value) & _MASK
+        return digests
 
     def release(self) -> None:
         """Give the staging buffer back."""
@@ -190,7 +217,8 @@ class FetchPlan:
     Args:
         regions: what the target has planned.
         pieces: whether the target takes pieces of its regions; then regions of tensors
-            that are cut over several groups are cut likewise.
+            that are cut over several groups are cut likewise,
+        blocks: and those of tensors that lie in blocks of columns by these.
         overlap: let a group arrive while the one before it is verified and written.
 
     Attributes:
@@ -203,15 +231,17 @@ class FetchPlan:
         regions: Sequence[Region],
         *,
         pieces: bool = False,
+        blocks: bool = False,
         overlap: bool = False,
     ) -> None:
         self.table = table
         _validate(table, regions)
         cuts = Cuts(table)
         cut = [
-            piece
+            (group, piece)
             for region in regions
-            for piece in (cuts.cut(region) if pieces else [(cuts.group_of(region), region)])
+            for group, part in (cuts.cut(region) if pieces else [(cuts.group_of(region), region)])
+            for piece in (cuts.cut_blocks(part) if pieces and blocks else [part])
         ]
         self.regions = tuple(region for _, region in cut)
         by_group: dict[int, dict[int, list[int]]] = {}
@@ -401,12 +431,13 @@ def _digest(
     verify: Verify,
     version: int,
 ) -> list[int]:
-    """Digests of boxes; those of whole tensors, when sampled, all at once."""
+    """Digests of boxes; when sampled, all of one device together."""
     digests = [0] * len(boxes)
-    together: dict[torch.device, list[int]] = {}
+    together: dict[tuple[torch.device, bool], list[int]] = {}
     for i, box in enumerate(boxes):
-        if verify == "sample" and tuple(box.shape) == shapes[i]:
-            together.setdefault(box.device, []).append(i)
+        if verify == "sample":
+            whole = tuple(box.shape) == shapes[i]
+            together.setdefault((box.device, whole), []).append(i)
         else:
             digests[i] = box_digest(
                 box,
@@ -416,8 +447,13 @@ def _digest(
                 verify=verify,
                 version=version,
             )
-    for chosen in together.values():
-        sampled = sample_digests([boxes[i] for i in chosen], [keys[i] for i in chosen], version)
+    for (_, whole), chosen in together.items():
+        some, their_keys = [boxes[i] for i in chosen], [keys[i] for i in chosen]
+        if whole:
+            sampled = sample_digests(some, their_keys, version)
+        else:
+            places = [shapes[i] for i in chosen], [offsets[i] for i in chosen]
+            sampled = sample_box_digests(some, their_keys, *places, version)
         for i, digest in zip(chosen, sampled, strict=True):
             digests[i] = digest
     return digests

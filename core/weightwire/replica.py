@@ -137,8 +137,14 @@ class Replica:
         self._check_senders(offer, table)
         self._table_digest = ""
         regions = tuple(self._target.plan(table))
-        pieces = self._target.takes_pieces
-        plan = FetchPlan(table, regions, pieces=pieces, overlap=self._overlap)
+        plan = FetchPlan(
+            table,
+            regions,
+            pieces=self._target.takes_pieces,
+            # What lands where it belongs is copied by the transport; descriptors don't count.
+            blocks=not self._capabilities.lands_in_place,
+            overlap=self._overlap,
+        )
         self._transport.set_plan(table, plan.regions)
         self._plan = plan
         self._table_digest = offer.table_digest

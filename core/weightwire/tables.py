@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from weightwire.blocks import column_blocks
+from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch
 from weightwire.grouping import make_groups
 from weightwire.sources import Spec
@@ -17,7 +19,9 @@ __all__ = ["build_table"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False) -> TensorTable:
+def build_table(
+    specs: Sequence[Spec], group_bytes: int, *, whole: bool = False, blocks: bool = False
+) -> TensorTable:
     """The table of what the ranks hold together; every rank computes the same one.
 
     A box that several ranks hold is served by one of them: the bytes are spread
@@ -27,6 +31,7 @@ def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False)
         specs: by trainer rank.
         group_bytes: budget of a transfer group.
         whole: each tensor is served by one rank, whoever holds its shards.
+        blocks: large matrices lie in slots in blocks of columns.
 
     Raises:
         TableMismatch: ranks disagree on a tensor, or its boxes don't tile it.
@@ -67,10 +72,20 @@ def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False)
         ties=ties,
     )
     table.validate()
-    if not whole or all(len(entry.shards) == 1 for entry in tensors):
-        return table
-    gathered = _gather(tensors, len(specs))
-    return msgspec.structs.replace(table, tensors=gathered)
+    if whole and any(len(entry.shards) > 1 for entry in tensors):
+        table = msgspec.structs.replace(table, tensors=_gather(tensors, len(specs)))
+    if blocks and not whole:
+        cuts = Cuts(table)
+        table = msgspec.structs.replace(
+            table,
+            tensors=tuple(
+                msgspec.structs.replace(
+                    entry, blocks=column_blocks(entry, [part for _, part in cuts.parts(i)])
+                )
+                for i, entry in enumerate(table.tensors)
+            ),
+        )
+    return table
 
 
 def _gather(entries: Sequence[TensorEntry], world_size: int) -> tuple[TensorEntry, ...]:

@@ -151,7 +151,8 @@ class TrainerRank:
 
     def _use_table(self, specs: Sequence[Spec]) -> None:
         whole = self._backend.capabilities.whole_tensors
-        table = build_table(specs, self._options.group_bytes, whole=whole)
+        blocks = self._transport.column_blocks
+        table = build_table(specs, self._options.group_bytes, whole=whole, blocks=blocks)
         exchange = ExchangePlan(table, specs) if whole else None
         self._exchanges = exchange is not None and exchange.needed
         self._plan = SendPlan(table, self._options.rank, exchange)
