@@ -36,6 +36,7 @@ from weightwire.receiver import WeightReceiver, open_receiver
 from weightwire.report import Report, VersionRecord
 from weightwire.sender import WeightSender, open_sender
 from weightwire.sources import WeightSource
+from weightwire.streaming import StreamingSource
 from weightwire.targets import WeightTarget
 
 logging.getLogger("weightwire").addHandler(logging.NullHandler())
@@ -50,6 +51,7 @@ __all__ = [
     "PluginError",
     "Report",
     "SessionError",
+    "StreamingSource",
     "TableMismatch",
     "TraceError",
     "TransferError",

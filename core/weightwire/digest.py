@@ -26,6 +26,8 @@ __all__ = [
     "SAMPLES",
     "Verify",
     "box_digest",
+    "box_digests",
+    "combine",
     "sample_box_digests",
     "sample_digests",
     "tensor_key",
@@ -187,6 +189,42 @@ def _sums(
     return np.asarray(np.add.reduceat((bits + _u64(1)) * weight, begins), np.uint64)
 
 
+def box_digests(
+    boxes: Sequence[Tensor],
+    keys: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    offsets: Sequence[tuple[int, ...]],
+    verify: Verify,
+    version: int,
+) -> list[int]:
+    """Digests of boxes; when sampled, all of one device together."""
+    digests = [0] * len(boxes)
+    together: dict[tuple[torch.device, bool], list[int]] = {}
+    for i, box in enumerate(boxes):
+        if verify == "sample":
+            whole = tuple(box.shape) == shapes[i]
+            together.setdefault((box.device, whole), []).append(i)
+        else:
+            digests[i] = box_digest(
+                box,
+                key=keys[i],
+                shape=shapes[i],
+                offsets=offsets[i],
+                verify=verify,
+                version=version,
+            )
+    for (_, whole), chosen in together.items():
+        some, their_keys = [boxes[i] for i in chosen], [keys[i] for i in chosen]
+        if whole:
+            sampled = sample_digests(some, their_keys, version)
+        else:
+            places = [shapes[i] for i in chosen], [offsets[i] for i in chosen]
+            sampled = sample_box_digests(some, their_keys, *places, version)
+        for i, digest in zip(chosen, sampled, strict=True):
+            digests[i] = digest
+    return digests
+
+
 def _gather(
     flats: Sequence[Tensor], index: U64, begins: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> U64:
@@ -298,3 +336,8 @@ def _to_local(
         inside &= (at >= 0) & (at < size)
         result += at * inner
     return result, inside
+
+
+def combine(digest: int, verify: Verify) -> str:
+    """A digest as reports show it."""
+    return "" if verify == "off" else f"{digest:016x}"

@@ -9,10 +9,11 @@ import msgspec
 
 from weightwire.contract import Capabilities, Offer, Policy, ReceiverTransport, checked_description
 from weightwire.deadline import Deadline, Watch
+from weightwire.digest import combine
 from weightwire.errors import SessionError, TableMismatch, WeightWireError
 from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.parts import Fetched, compare_parts
-from weightwire.pipeline import FetchPlan, combine
+from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
 from weightwire.session.records import Applied, RankReport

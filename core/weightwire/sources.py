@@ -10,7 +10,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from weightwire.errors import ConfigError
 from weightwire.names import checkpoint_names
 from weightwire.placements import local_box
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
+
+if TYPE_CHECKING:
+    from weightwire.streaming import StreamingSource
 
 __all__ = [
     "MappingSource",
@@ -140,10 +143,12 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         entries: in order; each has one shard, whose owner says nothing yet.
         ties: alias to carrier.
+        ordered: the entries come in this order; groups keep to it.
     """
 
     entries: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 24)]
     ties: Annotated[dict[str, str], Meta(max_length=1 << 20)]
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,12 @@ class Resolved:
     Attributes:
         spec: what this rank holds.
         tensors: this rank's tensor (a shard, where it is sharded) by name.
+        stream: what yields the tensors instead, if they come one by one.
     """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
+    stream: StreamingSource | None = None
 
 
 def resolve(source: WeightSource, rules: WireRules) -> Resolved:

@@ -68,7 +68,7 @@ def build_table(
     table = TensorTable(
         world_size=len(specs),
         tensors=tensors,
-        groups=make_groups(tensors, group_bytes),
+        groups=make_groups(tensors, group_bytes, ordered=any(spec.ordered for spec in specs)),
         ties=ties,
     )
     table.validate()

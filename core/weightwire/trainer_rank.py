@@ -6,18 +6,21 @@ import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from torch import Tensor
 
 from weightwire.contract import Backend, Offer, SenderTransport, Wait, checked_description
 from weightwire.deadline import Watch
+from weightwire.digest import combine
 from weightwire.errors import ConfigError, SessionError, TableMismatch, UnsupportedOperation
 from weightwire.exchange import Exchange, ExchangePlan
 from weightwire.options import SenderOptions
-from weightwire.pipeline import SendPlan, combine
 from weightwire.report import Phases, Report
+from weightwire.send_plan import SendPlan
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Member
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
+from weightwire.streaming import Stream, StreamingSource
 from weightwire.table import TensorTable
 from weightwire.tables import build_table
 from weightwire.waiting import drive
@@ -93,7 +96,7 @@ class TrainerRank:
         arrival = _Arrival(version, wait, "", self._digests)
         with phases.timed("offer"):
             try:
-                resolved = resolve(self._source, self._rules)
+                resolved = self._resolve()
                 spec = self._publish_spec(resolved.spec)
                 arrival = _Arrival(version, wait, spec, self._digests)
             except BaseException as caught:  # an interruption too: the other ranks are told
@@ -110,6 +113,11 @@ class TrainerRank:
             if any(other.agreed != digests for other in arrivals):
                 self._agree_on_table(resolved.spec, digests)
         return resolved
+
+    def _resolve(self) -> Resolved:
+        if isinstance(self._source, StreamingSource):
+            return self._source.resolve(self._rules)
+        return resolve(self._source, self._rules)
 
     def _publish_spec(self, spec: Spec) -> str:
         """Put what this rank holds where the others find it; returns its digest."""
@@ -170,6 +178,13 @@ class TrainerRank:
         self._transport.set_table(table)
         self.table, self.table_digest = table, digest
 
+    def _opened(self, resolved: Resolved) -> Mapping[str, Tensor] | Stream:
+        if resolved.stream is None:
+            return resolved.tensors
+        assert self.table is not None  # noqa: S101 - _arrive() set it
+        options = self._options
+        return resolved.stream.open(self.table, options.rank, options.group_bytes)
+
     @property
     def blobs(self) -> frozenset[str]:
         """Digests of what this trainer still reads from the session: specs and the table."""
@@ -199,12 +214,14 @@ class TrainerRank:
         error: BaseException | None = None
         digest = 0
         self._sending = True
+        tensors: Mapping[str, Tensor] | Stream = resolved.tensors
         try:
             self._transport.begin(offer, readers)
+            tensors = self._opened(resolved)
             if self._exchanges:
                 self._exchange.join(offer.policy)
             digest = self._plan.send(
-                resolved.tensors,
+                tensors,
                 self._transport,
                 self._backend.capabilities,
                 self._exchange,
@@ -214,6 +231,10 @@ class TrainerRank:
                 phases=phases,
             )
         except BaseException as caught:
+            if isinstance(tensors, Stream):
+                tensors.close()
+                if resolved.stream is not None:
+                    resolved.stream.forget()
             if self._agreement.alone:
                 raise
             error = caught

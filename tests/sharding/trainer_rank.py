@@ -6,7 +6,7 @@ it sends two versions in a session of its own and prints one JSON line a version
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import weightwire
 from weightwire.sources import WeightSource, as_source
+from weightwire.streaming import StreamingSource
 
 
 def shard_all(built: nn.Module, mesh: DeviceMesh, dim: int | None) -> dict[str, torch.Tensor]:
@@ -58,6 +59,24 @@ class Current(WeightSource):
         return as_source(self.built).tensors()
 
 
+class Exported:
+    """A trainer whose export is a collective: each tensor comes from the rank that holds it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(4096, dtype=torch.uint8)  # reused: what was yielded goes stale
+        for number, (name, value) in enumerate(full_values(self.version).items()):
+            shape, source = value.shape, number % dist.get_world_size()
+            raw = buffer[: value.nbytes]
+            if dist.get_rank() == source:
+                raw.copy_(value.reshape(-1).view(torch.uint8))
+            dist.broadcast(raw, source)
+            yield name, raw.view(value.dtype).view(shape)
+            raw.fill_(0xFF)
+
+
 def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor]:
     world = dist.get_world_size()
     flat = DeviceMesh("cpu", list(range(world)))
@@ -90,7 +109,8 @@ def main() -> None:
         "gloo", init_method=f"file://{directory / 'trainer'}", rank=rank, world_size=world
     )
     for number, layout in enumerate(LAYOUTS[world]):
-        source = Current()
+        current, exported = Current(), Exported()
+        source = StreamingSource(exported) if layout == "streamed" else current
         with weightwire.open_sender(
             sys.argv[4],
             session=f"file://{directory / str(number)}",
@@ -101,7 +121,9 @@ def main() -> None:
             timeout=60,
         ) as sender:
             for version in (1, 2):
-                source.built = build(layout, version)
+                exported.version = version
+                if layout != "streamed":
+                    current.built = build(layout, version)
                 report = sender.send(version)
                 print(json.dumps({"layout": layout, "nbytes": report.nbytes}), flush=True)
     dist.destroy_process_group()
