@@ -32,6 +32,7 @@ from weightwire.errors import (
     WeightWireError,
 )
 from weightwire.hookspecs import hookimpl
+from weightwire.placements import LocalShard
 from weightwire.receiver import WeightReceiver, open_receiver
 from weightwire.report import Report, VersionRecord
 from weightwire.sender import WeightSender, open_sender
@@ -47,6 +48,7 @@ __all__ = [
     "BackendUnavailable",
     "ConfigError",
     "HandleError",
+    "LocalShard",
     "PeerLost",
     "PluginError",
     "Report",

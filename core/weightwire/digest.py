@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weightwire.hostmemory import array_of
+
 __all__ = [
     "SAMPLES",
     "Verify",
@@ -234,7 +236,7 @@ def _gather(
         for begin, count in zip(begins, counts, strict=True)
     ]
     if flats[0].device.type == "cpu":
-        parts = [flat.numpy()[at] for flat, at in zip(flats, places, strict=True)]
+        parts = [array_of(flat)[at] for flat, at in zip(flats, places, strict=True)]
         return np.concatenate([part.astype(np.int64) for part in parts]).view(np.uint64)
     on_device = [
         flat[torch.from_numpy(at).to(flat.device)].to(torch.int64)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weightwire.errors import ConfigError
 from weightwire.names import checkpoint_names
-from weightwire.placements import local_box
+from weightwire.placements import LocalBox, LocalShard, local_box
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
 
 if TYPE_CHECKING:
@@ -45,11 +45,12 @@ class WeightSource(ABC):
     """
 
     @abstractmethod
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | LocalShard]:
         """Tensors by name as they are now; order is the table's order.
 
         Values may be views, of any stride; several names may share storage.  A
-        DTensor stands for the shard that lies on this rank.
+        DTensor stands for the shard that lies on this rank.  A trainer that shards
+        in a way of its own gives a ``LocalShard``: what it holds, and where that lies.
         """
 
 
@@ -60,10 +61,10 @@ class MappingSource(WeightSource):
     returns one.
     """
 
-    def __init__(self, mapping: Mapping[str, Tensor]) -> None:
+    def __init__(self, mapping: Mapping[str, Tensor | LocalShard]) -> None:
         self._mapping = mapping
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | LocalShard]:
         return self._mapping
 
 
@@ -84,7 +85,7 @@ class ModuleSource(WeightSource):
         return {names[name]: value for name, value in tensors.items()}
 
 
-def as_source(source: nn.Module | Mapping[str, Tensor] | WeightSource) -> WeightSource:
+def as_source(source: nn.Module | Mapping[str, Tensor | LocalShard] | WeightSource) -> WeightSource:
     """Wrap what ``open_sender`` was given."""
     if isinstance(source, WeightSource):
         return source
@@ -187,9 +188,9 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     for name, tensor in items:
         validate_tensor_name(name)
         box = local_box(name, tensor)
-        identities = _identities(tensor, box.local)
+        identities = _identities(tensor, box)
         carrier = next((carriers[key] for key in identities if key in carriers), None)
-        wire = dtype_name(rules.for_tensor(name, tensor.dtype))
+        wire = dtype_name(rules.for_tensor(name, box.local.dtype))
         if carrier is not None:
             if wire != wires[carrier]:
                 raise ConfigError(
@@ -205,11 +206,12 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     return Resolved(Spec(tuple(entries), ties), values)
 
 
-def _identities(tensor: Tensor, local: Tensor) -> list[tuple[object, ...]]:
+def _identities(tensor: Tensor | LocalShard, box: LocalBox) -> list[tuple[object, ...]]:
     # An empty shard has no memory to go by, on this rank only: then the object decides.
     found: list[tuple[object, ...]] = [("object", id(tensor))]
+    local = box.local
     if local.numel():
         place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), local.dtype)
         lazily = (local.is_conj(), local.is_neg())  # other values of the same memory
-        found.append(("memory", *place, *lazily, tuple(tensor.shape)))
+        found.append(("memory", *place, *lazily, box.shape, box.offsets))
     return found

@@ -7,8 +7,8 @@ from torch import nn
 
 LAYOUTS = {
     1: ["fsdp", "rows", "streamed"],
-    2: ["fsdp", "columns", "plain", "streamed"],
-    3: ["fsdp", "rows", "columns", "replicated", "streamed"],
+    2: ["fsdp", "columns", "plain", "resharded", "streamed"],
+    3: ["fsdp", "rows", "columns", "replicated", "boxes", "streamed"],
     4: ["fsdp", "rows", "columns", "hsdp", "fsdp x tp", "streamed"],
 }
 

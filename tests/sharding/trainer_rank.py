@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import weightwire
+from weightwire import LocalShard
 from weightwire.sources import WeightSource, as_source
 from weightwire.streaming import StreamingSource
 
@@ -27,6 +28,20 @@ def shard_all(built: nn.Module, mesh: DeviceMesh, dim: int | None) -> dict[str, 
     for name, tensor in built.state_dict().items():
         fits = dim is not None and dim < tensor.dim()
         placed[name] = distribute_tensor(tensor, mesh, [Shard(dim) if fits else Replicate()])
+    return placed
+
+
+def declared(built: nn.Module) -> dict[str, torch.Tensor | LocalShard]:
+    """Boxes that no placement describes: uneven rows, and what other ranks have left out."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    placed: dict[str, torch.Tensor | LocalShard] = {}
+    for number, (name, tensor) in enumerate(built.state_dict().items()):
+        if tensor.dim() == 2 and tensor.shape[0] > world:
+            edges = [0, 1, 3, tensor.shape[0]]
+            begin, end = edges[rank], edges[rank + 1]
+            placed[name] = LocalShard(tensor[begin:end], tuple(tensor.shape), (begin, 0))
+        elif number % world == rank:
+            placed[name] = tensor
     return placed
 
 
@@ -53,9 +68,9 @@ class Current(WeightSource):
     """A trainer that makes its sharded model anew for each version."""
 
     def __init__(self) -> None:
-        self.built: nn.Module | dict[str, torch.Tensor] = {}
+        self.built: nn.Module | dict[str, torch.Tensor | LocalShard] = {}
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor | LocalShard]:
         return as_source(self.built).tensors()
 
 
@@ -77,7 +92,7 @@ class Exported:
             raw.fill_(0xFF)
 
 
-def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor]:
+def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor | LocalShard]:
     world = dist.get_world_size()
     flat = DeviceMesh("cpu", list(range(world)))
     built = model()
@@ -91,6 +106,10 @@ def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor]:
             return shard_all(built, flat, 0)
         case "columns":
             return shard_all(built, flat, 1)
+        case "resharded":  # another layout each time
+            return shard_all(built, flat, version % 2)
+        case "boxes":
+            return declared(built)
         case "replicated":
             return shard_all(built, flat, None)
         case "hsdp":
