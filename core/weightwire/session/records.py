@@ -108,7 +108,9 @@ class ErrorInfo(Record, frozen=True):
     def to_error(self, who: str) -> WeightWireError:
         """The same class of the tree, or ``PeerLost`` for anything else."""
         kind = getattr(errors, self.type, None)
-        if isinstance(kind, type) and issubclass(kind, WeightWireError):
+        # That the other side was closed or cancelled says nothing of this one.
+        of_its_own = kind in (errors.Cancelled, errors.HandleError)
+        if isinstance(kind, type) and issubclass(kind, WeightWireError) and not of_its_own:
             return kind(f"{who}: {self.message}")
         return PeerLost(f"{who}: {self.type}: {self.message}")
 

@@ -33,6 +33,10 @@ def _split(url: object) -> SplitResult:
         raise ConfigError(
             f"session {url!r} is no URL: write file:///directory or tcp://host:port/name"
         )
+    if any("\ud800" <= character <= "\udfff" for character in str(url)):
+        raise ConfigError(
+            f"session URL {url!r} isn't valid Unicode: write other bytes as %xx escapes"
+        )
     if parts.query or parts.fragment:
         raise ConfigError(
             f"session URL {url!r} has a '?' or '#', which would cut it short: "
@@ -47,10 +51,12 @@ class Session:
     Args:
         store: where they are kept.
         token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
+        read_only: it must exist already.
     """
 
-    def __init__(self, store: SessionStore, token: str | None) -> None:
+    def __init__(self, store: SessionStore, token: str | None, *, read_only: bool = False) -> None:
         self.store = store
+        self._read_only = read_only
         self._codec = Codec(token)
         self.id = self._join()
 
@@ -62,6 +68,7 @@ class Session:
         deadline: Deadline,
         serve: bool = False,
         token: str | None = None,
+        read_only: bool = False,
     ) -> Session:
         """Open a session by URL.
 
@@ -70,6 +77,7 @@ class Session:
             deadline: for connecting.
             serve: this process serves the store, where the scheme has a server in a member.
             token: shared secret; by default ``WEIGHTWIRE_TOKEN``.
+            read_only: look at a session that exists, and write nothing.
 
         Raises:
             ConfigError: the URL or its scheme is unknown or malformed.
@@ -82,9 +90,9 @@ class Session:
         authenticated = Codec(token).authenticates
         parts = _split(url)
         scheme = registry().session_scheme(parts.scheme)
-        store = scheme.open(OpenRequest(parts, serve, authenticated, deadline))
+        store = scheme.open(OpenRequest(parts, serve, authenticated, deadline, read_only))
         try:
-            return cls(store, token)
+            return cls(store, token, read_only=read_only)
         except BaseException:
             store.close()
             raise
@@ -161,6 +169,10 @@ class Session:
     def _join(self) -> str:
         record = SessionRecord(id=secrets.token_hex(8), created=time.time())
         if (payload := self.store.get(keys.SESSION)) is None:
+            if self._read_only:
+                raise SessionError(
+                    f"session {self.url} doesn't exist: correct the URL, or start a sender"
+                )
             self.store.create(keys.SESSION, self._codec.seal(keys.SESSION, record))
             payload = self.store.get(keys.SESSION)
         if payload is None:
