@@ -30,6 +30,7 @@ __all__ = [
     "WeightSource",
     "WireRules",
     "as_source",
+    "device_of",
     "resolve",
 ]
 
@@ -49,6 +50,11 @@ class WeightSource(ABC):
         DTensor stands for the shard that lies on this rank.
         """
 
+    @property
+    def device(self) -> torch.device:
+        """Where transports should stage this rank's tensors, unless they are told otherwise."""
+        return torch.device("cpu")
+
 
 class MappingSource(WeightSource):
     """A mapping of names to tensors, such as a state dict.
@@ -62,6 +68,10 @@ class MappingSource(WeightSource):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self._mapping
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._mapping.values())
 
 
 class ModuleSource(WeightSource):
@@ -79,6 +89,18 @@ class ModuleSource(WeightSource):
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         names = checkpoint_names(tensors)
         return {names[name]: value for name, value in tensors.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._module.parameters())
+
+
+def device_of(tensors: Iterable[object]) -> torch.device:
+    """The device of the first tensor; the CPU where there is none."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            return tensor.device
+    return torch.device("cpu")
 
 
 def as_source(source: nn.Module | Mapping[str, Tensor] | WeightSource) -> WeightSource:

@@ -13,6 +13,7 @@ from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.fingerprint import Fingerprint, fingerprint_of
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
+from weightwire.sources import device_of
 from weightwire.table import Region, TensorTable, dtype_name
 
 __all__ = ["MappingTarget", "ModuleTarget", "WeightTarget", "as_target"]
@@ -59,6 +60,11 @@ class WeightTarget(ABC):
         then nothing of the target changes before the group is verified.
         """
         return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where transports should let this rank's regions arrive, unless told otherwise."""
+        return torch.device("cpu")
 
     @property
     def keeps_buffers(self) -> bool:
@@ -132,6 +138,10 @@ class MappingTarget(WeightTarget):
     def current(self) -> Mapping[str, Tensor]:
         """The tensors to fill, as they are now."""
         return self._mapping
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.current().values())
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
         own = {name: _require_plain(name, tensor) for name, tensor in self.current().items()}
