@@ -91,7 +91,7 @@ class SendPlan:
         """
         total = 0
         for group, layout, pieces in self._groups:
-            watch.check(f"group {group}")
+            watch.check(f"end of group {group}")
             with phases.timed("wait"):
                 slot = transport.slot(group, layout.nbytes) if layout.places else None
             with phases.timed("stage"), torch.no_grad():
@@ -230,7 +230,7 @@ class FetchPlan:
         for _ in self._groups:
             for turn in itertools.islice(upcoming, len(self._scratches) - len(posted)):
                 group = self._groups[turn][0]
-                watch.check(f"group {group}")
+                watch.check(f"end of group {group}")
                 with phases.timed("wait"):
                     memory, reused = self._memory(turn, transport, target, capabilities)
                     transport.post(group, memory)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
@@ -464,7 +464,7 @@ def open_sender(
         world_size=world_size,
         token=token,
         wire_dtype=wire_dtype,
-        keep_dtype=(keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype),
+        keep_dtype=_patterns(keep_dtype),
         group_bytes=group_bytes,
         verify=verify,
         overlap=overlap,
@@ -476,3 +476,10 @@ def open_sender(
         open_timeout=open_timeout,
     )
     return WeightSender(backend, session, source, options)
+
+
+def _patterns(names: object) -> object:
+    """One pattern is as good as a list of one; anything else is for validation to refuse."""
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names) if isinstance(names, Iterable) else names

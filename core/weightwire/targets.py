@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.fingerprint import Fingerprint, fingerprint_of
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
 from weightwire.table import CheckpointTensor, Region, TensorTable, dtype_name
@@ -83,6 +84,13 @@ class WeightTarget(ABC):
 
     def commit(self) -> None:
         """Finish the version: post-load processing, derived tensors."""
+
+    def fingerprint(self, version: int) -> Fingerprint | None:
+        """What the target's memory holds now, to be compared with replicas laid out alike.
+
+        Called after ``commit``.  None: there is nothing to compare.
+        """
+        return None
 
     @property
     def path(self) -> str:
@@ -206,6 +214,16 @@ class MappingTarget(WeightTarget):
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+
+    def fingerprint(self, version: int) -> Fingerprint | None:
+        if self._table is None:
+            return None
+        filled = {
+            f"{self._table.tensors[i].name} {number}": place
+            for i, places in self._destinations.items()
+            for number, place in enumerate(places)
+        }
+        return fingerprint_of(filled, version)
 
     def rollback(self, error: BaseException) -> bool:
         return not self._written

@@ -42,6 +42,7 @@ def test_timeouts_are_finite_numbers_above_zero(name, value):
         ("min_receivers", -1, "greater than or equal to 0"),
         ("overlap", 1, "a valid boolean"),
         ("keep_dtype", "*.bias", "a valid tuple"),
+        ("keep_dtype", None, "a valid tuple"),
         ("rank", -1, "greater than or equal to 0"),
     ],
 )
