@@ -21,6 +21,7 @@ from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
+from weightwire.materialise import CheckpointTensors
 from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
 from weightwire.table import Region, TensorTable, tiles
@@ -73,7 +74,7 @@ class SendPlan:
 
     def send(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: CheckpointTensors,
         transport: SenderTransport,
         capabilities: Capabilities,
         exchange: Exchange,
