@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from weightwire.errors import ConfigError, TransferError, TransferTimeout
+from weightwire.errors import Cancelled, ConfigError, TransferTimeout
 
-__all__ = ["Cancelled", "Deadline", "Watch", "calling", "patience"]
+__all__ = ["Deadline", "Watch", "calling", "patience"]
 
 T = TypeVar("T")
 
@@ -24,10 +24,6 @@ _LAST_PAUSE = 0.02
 _LEAST_PATIENCE = 0.2
 
 _thread = threading.local()
-
-
-class Cancelled(TransferError):
-    """The caller gave up (``asyncio`` cancellation, or ``close`` from another thread)."""
 
 
 class Deadline:
@@ -199,7 +195,5 @@ class Watch:
 
 def timeout_message(seconds: float, waiting_for: str, missing: Sequence[str]) -> str:
     who = f" from {', '.join(missing)}" if missing else ""
-    return (
-        f"no {waiting_for}{who} within {seconds:g} s: "
-        "check that it is alive (`weightwire inspect`), or raise the timeout"
-    )
+    remedy = "check that it is alive (`weightwire inspect`), or raise" if missing else "raise"
+    return f"no {waiting_for}{who} within {seconds:g} s: {remedy} the timeout"

@@ -21,6 +21,7 @@ from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
+from weightwire.materialise import CheckpointTensors
 from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
 from weightwire.table import Region, TensorTable, tiles
@@ -76,7 +77,7 @@ class SendPlan:
 
     def send(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: CheckpointTensors,
         transport: SenderTransport,
         capabilities: Capabilities,
         exchange: Exchange,
@@ -93,7 +94,7 @@ class SendPlan:
         """
         total = 0
         for group, layout, pieces in self._groups:
-            watch.check(f"group {group}")
+            watch.check(f"end of group {group}")
             with phases.timed("wait"):
                 slot = transport.slot(group, layout.nbytes) if layout.places else None
             with phases.timed("stage"), torch.no_grad():
@@ -125,6 +126,7 @@ class SendPlan:
         """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
         staged: dict[int, Tensor] = {}
         copies: list[tuple[int, Place]] = []
+        lie_on: set[torch.device] = set()
         for i, place in layout.places.items():
             if i in assembled:
                 copies.append((i, place))
@@ -142,14 +144,14 @@ class SendPlan:
                 staged[i] = tensor
             else:
                 copies.append((i, place))
+                lie_on.add(tensor.device)
         if copies:
             if slot is None:
                 transport.settle()  # it may still send from the buffer's last content
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
-                lie_on = {tensors[self.table.tensors[i].name].device for i, _ in copies}
                 # Casts happen where the tensors lie, if that is where they leave from.
                 stays = len(lie_on) == 1 and all(d.type in capabilities.devices for d in lie_on)
-                slot = self._scratch.take(size, device=lie_on.pop() if stays else None)
+                slot = self._scratch.take(size, device=[*lie_on][0] if stays else None)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
             views = {i: place.view(slot) for i, place in copies}
             here = [i for i in views if i not in assembled]
@@ -235,7 +237,7 @@ class FetchPlan:
         for _ in self._groups:
             for turn in itertools.islice(upcoming, len(self._scratches) - len(posted)):
                 group = self._groups[turn][0]
-                watch.check(f"group {group}")
+                watch.check(f"end of group {group}")
                 with phases.timed("wait"):
                     memory, reused = self._memory(turn, transport, target, capabilities)
                     transport.post(group, memory)
