@@ -126,6 +126,7 @@ class SendPlan:
         """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
         staged: dict[int, Tensor] = {}
         copies: list[tuple[int, Place]] = []
+        lie_on: set[torch.device] = set()
         for i, place in layout.places.items():
             if i in assembled:
                 copies.append((i, place))
@@ -143,14 +144,14 @@ class SendPlan:
                 staged[i] = tensor
             else:
                 copies.append((i, place))
+                lie_on.add(tensor.device)
         if copies:
             if slot is None:
                 transport.settle()  # it may still send from the buffer's last content
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
-                lie_on = {tensors[self.table.tensors[i].name].device for i, _ in copies}
                 # Casts happen where the tensors lie, if that is where they leave from.
                 stays = len(lie_on) == 1 and all(d.type in capabilities.devices for d in lie_on)
-                slot = self._scratch.take(size, device=lie_on.pop() if stays else None)
+                slot = self._scratch.take(size, device=[*lie_on][0] if stays else None)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
             views = {i: place.view(slot) for i, place in copies}
             here = [i for i in views if i not in assembled]

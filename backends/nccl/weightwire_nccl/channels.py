@@ -8,7 +8,7 @@ whoever stages in however small buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,6 +87,7 @@ class _End:
         for work, peers in direct:
             self.epoch.complete(work, *peers)
         self.staging.drain()
+        self.epoch.payload.flush()
 
 
 class Owner(_End):
@@ -109,8 +110,11 @@ class Owner(_End):
         self._shards = shards
         self._seals = seals
 
-    def send(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
+    def send(
+        self, group: int, tensors: Mapping[int, Tensor], seal: Seal, fence: Callable[[], None]
+    ) -> None:
         """Returns when every tensor may change."""
+        fence()
         channels = [channel for channel in self.channels if channel.plan.of_group(group)]
         if not channels:
             return
@@ -190,8 +194,11 @@ class Reader(_End):
         self._regions = regions
         self._seals = seals
 
-    def fetch(self, group: int, memory: Mapping[int, Tensor]) -> list[Seal]:
+    def fetch(
+        self, group: int, memory: Mapping[int, Tensor], fence: Callable[[], None]
+    ) -> list[Seal]:
         """Returns when every region of the group is filled."""
+        fence()
         channels = [channel for channel in self.channels if channel.plan.of_group(group)]
         control = self.epoch.control
         framed: list[tuple[Channel, Header, Tensor, Work]] = []

@@ -12,7 +12,7 @@ __all__ = ["NcclConfig"]
 
 
 class NcclConfig(BackendConfig):
-    """Options of the nccl backend.  ``bucket_bytes`` and ``device`` are equal on all members.
+    """Options of the nccl backend.  ``bucket_bytes`` and ``library`` are equal on all members.
 
     Attributes:
         mode: ``"p2p"``: owners send each inference rank just its slices.
@@ -22,8 +22,9 @@ class NcclConfig(BackendConfig):
             one of the two insists on it.
         bucket_bytes: size of a bucket.  Each rank stages at most two; a message is
             never larger, so larger tensors are split.
-        device: ``"cuda"`` moves bytes over NCCL, ``"cpu"`` over Gloo.  ``"auto"``:
-            NCCL when every member has a GPU of its own, else Gloo.
+        library: ``"nccl"`` or ``"gloo"``.  ``"auto"``: NCCL where any member's tensors
+            lie on a GPU, for which each member needs a GPU of its own; else Gloo.
+            Tensors on a GPU never travel over Gloo: that is refused.
         host: address of this process that the other members reach.  Default:
             loopback in sessions on files and on loopback; otherwise the address
             by which this host reaches the session's.
@@ -31,5 +32,5 @@ class NcclConfig(BackendConfig):
 
     mode: Literal["auto", "p2p", "broadcast"] = "auto"
     bucket_bytes: int = Field(default=64 << 20, ge=4096, le=1 << 32)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    library: Literal["auto", "gloo", "nccl"] = "auto"
     host: str | None = Field(default=None, min_length=1, max_length=255)

@@ -13,7 +13,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,15 +36,19 @@ _FIRST_PAUSE = 0.00002
 _LAST_PAUSE = 0.001
 
 
-def gpu_here() -> tuple[int | None, str, str]:
-    """Index and UUID of the current GPU; or None, an empty string, and why there is none."""
+def gpu_here(device: torch.device) -> tuple[int | None, str, str]:
+    """Index and UUID of the GPU to use; or None, an empty string, and why there is none.
+
+    Args:
+        device: where the tensors lie; for those on the CPU the current GPU is used.
+    """
     import torch.distributed
 
     if not torch.distributed.is_nccl_available():
         return None, "", "its torch has no NCCL"
     if not torch.cuda.is_available():
         return None, "", "it has no GPU"
-    index = torch.cuda.current_device()
+    index = torch.cuda.current_device() if device.index is None else device.index
     return index, str(torch.cuda.get_device_properties(index).uuid), ""
 
 
@@ -92,6 +96,14 @@ class NcclWire(Wire):
             return _NcclWork(post(self._group), tensor, self._aborted)
         except RuntimeError as error:
             raise WireBroken(str(error).splitlines()[0]) from error
+
+    def fence(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def flush(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
 
     def abort(self) -> None:
         if not self._aborted.is_set():

@@ -34,9 +34,8 @@ class NcclReceiver(ReceiverTransport):
         self._context = context
         self._config = config
         self._address = own_address(config.host, context.session_url)
-        self._gpu, self._gpu_id, self._no_gpu = (
-            gpu_here() if config.device != "cpu" else (None, "", "")
-        )
+        gloo = config.library == "gloo"
+        self._gpu, self._gpu_id, self._no_gpu = (None, "", "") if gloo else gpu_here(context.device)
         self._nonce = secrets.token_hex(8)
         self._table_digest = ""
         self._table: TensorTable | None = None
@@ -79,7 +78,8 @@ class NcclReceiver(ReceiverTransport):
                 epoch=self._epoch.id if healthy and self._epoch is not None else "",
                 plan=self._plan,
                 bucket_bytes=self._config.bucket_bytes,
-                device=self._config.device,
+                library=self._config.library,
+                device=str(self._context.device),
                 mode=self._config.mode,
                 gpu=self._gpu_id,
                 no_gpu=self._no_gpu,
@@ -100,22 +100,23 @@ class NcclReceiver(ReceiverTransport):
         epoch.wait(job, f"member of the group for {offer.policy}")
 
     def slot(self, group: int, nbytes: int) -> Tensor | None:
-        epoch, _ = self._opened()
-        if epoch.device.type == "cpu":
+        device = self._context.device
+        if device.type == "cpu":
             return None
         slots = 2 if self._context.overlap else 1
         while len(self._arenas) < slots:
-            self._arenas.append(torch.empty(0, dtype=torch.uint8, device=epoch.device))
+            self._arenas.append(torch.empty(0, dtype=torch.uint8, device=device))
         self._turn = (self._turn + 1) % slots
         if self._arenas[self._turn].numel() < nbytes:
-            self._arenas[self._turn] = torch.empty(nbytes, dtype=torch.uint8, device=epoch.device)
+            self._arenas[self._turn] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._arenas[self._turn]
 
     def post(self, group: int, regions: Mapping[int, Tensor]) -> None:
         epoch, end = self._opened()
         if epoch.device.type == "cpu":
             self._refuse_gpu(regions)
-        self._posted[group] = epoch.submit(partial(end.fetch, group, regions))
+        fence = epoch.payload.fence()
+        self._posted[group] = epoch.submit(partial(end.fetch, group, regions, fence))
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         epoch, _ = self._opened()
@@ -203,7 +204,7 @@ class NcclReceiver(ReceiverTransport):
                 name = self._table.tensors[self._regions[position].tensor].name
                 raise ConfigError(
                     f"tensor {name!r} lies on {tensor.device}, and this group runs Gloo "
-                    f"({self.path}): set device='cuda' on all sides to learn why"
+                    f"({self.path}): open this handle with device='cuda'"
                 )
 
     def _opened(self) -> tuple[Epoch, Reader]:

@@ -45,6 +45,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         nonce: new for each transport.
         machine: id of the host's boot, to tell hosts apart.
         host, port: of the store; rank 0 only, else empty and 0.
+        device: where its tensors lie.
         gpu: UUID of the GPU it would use, or empty, and ``no_gpu`` why.
     """
 
@@ -54,7 +55,8 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Text
     port: Annotated[int, Meta(ge=0, le=65535)]
     bucket_bytes: Count
-    device: Text
+    library: Text
+    device: Annotated[str, Meta(pattern="^(cpu|cuda|cuda:[0-9]{1,4})$")]
     gpu: Text
     no_gpu: Text
 
@@ -73,7 +75,8 @@ class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Text
     plan: Digest
     bucket_bytes: Count
-    device: Text
+    library: Text
+    device: Annotated[str, Meta(pattern="^(cpu|cuda|cuda:[0-9]{1,4})$")]
     mode: Text
     gpu: Text
     no_gpu: Text

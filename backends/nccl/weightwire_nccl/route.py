@@ -6,6 +6,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
+
 from weightwire.errors import ConfigError, TableMismatch
 from weightwire_nccl.config import NcclConfig
 from weightwire_nccl.records import PROTOCOL, Member, ReaderInfo, SenderInfo
@@ -33,7 +35,7 @@ def check_alike(config: NcclConfig, infos: Mapping[Member, Info]) -> None:
         for what, theirs, ours in (
             ("protocol", info.protocol, PROTOCOL),
             ("bucket_bytes", info.bucket_bytes, config.bucket_bytes),
-            ("device", info.device, config.device),
+            ("library", info.library, config.library),
         ):
             if theirs != ours:
                 raise TableMismatch(
@@ -84,28 +86,28 @@ def choose_library(config: NcclConfig, infos: Mapping[Member, Info]) -> tuple[Li
     """NCCL or Gloo, and why.
 
     Raises:
-        ConfigError: ``device="cuda"``, and NCCL can't run.
+        ConfigError: a member can't use the library that it would take.
     """
-    if config.device == "cpu":
-        return "gloo", "device='cpu'"
-    problem = ""
+    on_gpu = [m for m, info in infos.items() if torch.device(info.device).type != "cpu"]
+    if config.library == "gloo" and on_gpu:
+        raise ConfigError(
+            f"the tensors of {on_gpu[0]} lie on {infos[on_gpu[0]].device}, which Gloo doesn't "
+            "carry: set library='auto' on all sides, or move them to the CPU"
+        )
+    if config.library == "gloo" or (config.library == "auto" and not on_gpu):
+        return "gloo", "library='gloo'" if config.library == "gloo" else "all tensors on CPUs"
     seen: dict[str, Member] = {}
     for member, info in infos.items():
-        if not info.gpu:
-            problem = f"{member}: {info.no_gpu}"
-        elif info.gpu in seen:
-            problem = f"{seen[info.gpu]} and {member} use the same GPU"
-        if problem:
-            break
+        problem = f"{member}: {info.no_gpu}"
+        if info.gpu in seen:
+            problem = f"{seen[info.gpu]} and {member} use the same one"
+        if not info.gpu or info.gpu in seen:
+            raise ConfigError(
+                f"NCCL needs a GPU of its own for every member ({problem}): correct that, or "
+                "choose a backend that carries what lies on GPUs otherwise"
+            )
         seen[info.gpu] = member
-    if not problem:
-        return "nccl", "every member has a GPU"
-    if config.device == "cuda":
-        raise ConfigError(
-            f"device='cuda' needs a GPU of its own for every member ({problem}): "
-            "correct that, or set device='auto' or 'cpu' on all sides"
-        )
-    return "gloo", problem
+    return "nccl", f"{on_gpu[0]} has GPU tensors" if on_gpu else "library='nccl'"
 
 
 def by_plan(members: Sequence[Member]) -> dict[str, tuple[int, ...]]:

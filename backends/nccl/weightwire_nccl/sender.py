@@ -41,7 +41,9 @@ class NcclSender(SenderTransport):
         self._context = context
         self._config = config
         self._address = own_address(config.host, context.session_url)
-        self._gpu, gpu, no_gpu = gpu_here() if config.device != "cpu" else (None, "", "")
+        self._gpu, gpu, no_gpu = (
+            gpu_here(context.device) if config.library != "gloo" else (None, "", "")
+        )
         self._server = Server(self._address) if context.rank == 0 else None
         self._info = SenderInfo(
             protocol=PROTOCOL,
@@ -50,7 +52,8 @@ class NcclSender(SenderTransport):
             host=self._server.host if self._server is not None else "",
             port=self._server.port if self._server is not None else 0,
             bucket_bytes=config.bucket_bytes,
-            device=config.device,
+            library=config.library,
+            device=str(context.device),
             gpu=gpu,
             no_gpu=no_gpu,
         )
@@ -91,7 +94,8 @@ class NcclSender(SenderTransport):
         epoch, end = self._opened()
         if epoch.device.type == "cpu":
             self._refuse_gpu(tensors)
-        self._under_way.append(epoch.submit(partial(end.send, group, tensors, seal)))
+        fence = epoch.payload.fence()
+        self._under_way.append(epoch.submit(partial(end.send, group, tensors, seal, fence)))
         self._await(1)
 
     def settle(self) -> None:
@@ -257,7 +261,7 @@ class NcclSender(SenderTransport):
             if tensor.device.type != "cpu":
                 raise ConfigError(
                     f"tensor {self._table.tensors[i].name!r} lies on {tensor.device}, and this "
-                    f"group runs Gloo ({self.path}): set device='cuda' on all sides to learn why"
+                    f"group runs Gloo ({self.path}): open this handle with device='cuda'"
                 )
 
     def _opened(self) -> tuple[Epoch, Owner]:

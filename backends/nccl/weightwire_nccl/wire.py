@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,6 +53,17 @@ class Wire(ABC):
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Every rank calls it, in the same order."""
 
+    def fence(self) -> Callable[[], None]:
+        """Mark what the calling thread has enqueued on its device.
+
+        Returns:
+            To be called on the wire's thread, before it touches that memory.
+        """
+        return _nothing
+
+    def flush(self) -> None:
+        """Return when the wire's thread's own copies are done."""
+
     @abstractmethod
     def abort(self) -> None:
         """End every operation under way with ``WireBroken``, here and at the peers.
@@ -62,3 +74,7 @@ class Wire(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads; nothing is under way, or it was aborted."""
+
+
+def _nothing() -> None:
+    """CPUs do things in order."""
