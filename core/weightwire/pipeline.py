@@ -151,7 +151,7 @@ class SendPlan:
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
                 # Casts happen where the tensors lie, if that is where they leave from.
                 stays = len(lie_on) == 1 and all(d.type in capabilities.devices for d in lie_on)
-                slot = self._scratch.take(size, device=[*lie_on][0] if stays else None)
+                slot = self._scratch.take(size, device=next(iter(lie_on)) if stays else None)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
             views = {i: place.view(slot) for i, place in copies}
             here = [i for i in views if i not in assembled]
