@@ -5,7 +5,6 @@ Shards are DTensors on a mesh without process groups: nothing here has a default
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,5 +210,5 @@ def default_group() -> dict[str, Any]:
 
 
 def leave_default_group() -> None:
-    with contextlib.suppress(ValueError):
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -856,6 +856,7 @@ def main(address: str) -> None:
     for plugin in ("sender", "receiver"):
         __import__(f"weightwire_filesystem.{plugin}")
         __import__(f"weightwire_nccl.{plugin}")
+    __import__("torch.distributed.tensor")  # slow: once for all workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
