@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightwire.contract import Policy
+from weightwire.session import process
 from weightwire_nixl.agent import Agent, Transfer
 from weightwire_nixl.arena import Slots, Words, word_address
+from weightwire_nixl.delivery import plan_parts
+from weightwire_nixl.route import Route
 from weightwire_nixl.runs import GroupPlan, rebased
-from weightwire_nixl.wire import SenderInfo
+from weightwire_nixl.wire import SenderInfo, encode
 
 __all__ = ["Owner"]
 
@@ -18,6 +22,7 @@ class Owner:
     Reads are prepared when they are first needed, and posted again from then on.
 
     Attributes:
+        route: how its bytes get here.
         broken: a transfer with it failed: NIXL has dropped its metadata.
     """
 
@@ -30,17 +35,43 @@ class Owner:
         slots: Slots,
         words: Words,
         plans: dict[int, GroupPlan],
+        route: Route,
     ) -> None:
         self.rank = rank
         self.who = who
         self.info = info
         self.agent = agent
+        self.route = route
         self.broken = False
+        self.said_bye = False
+        self._knows_plan = False
         self._slots = slots
         self._words = words
         self._plans = plans
         self._reads: dict[tuple[int, int, int], Transfer] = {}
         self._word_reads: dict[tuple[int, int], Transfer] = {}
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has closed, or its process is known to have ended."""
+        return self.said_bye or process.is_gone(self.info.process)
+
+    def send_plan(self, policy: Policy) -> None:
+        """Tell an owner that pushes what to write; it keeps it for the life of both agents.
+
+        Raises:
+            PeerLost: the owner is gone.
+        """
+        if self._knows_plan:
+            return
+        mine = {
+            group: plan.owners[self.rank]
+            for group, plan in self._plans.items()
+            if self.rank in plan.owners
+        }
+        for part in plan_parts(mine, policy):
+            self.agent.notify(self.info.agent, encode(part), self.who)
+        self._knows_plan = True
 
     def read(self, group: int, theirs: int, ours: int) -> Transfer:
         """The read of a group from one of its slots into one of ours."""

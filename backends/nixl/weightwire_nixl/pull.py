@@ -62,6 +62,9 @@ class Pull:
             transfer is not None and not transfer.is_over() for transfer in (self._data, self._word)
         )
 
+    def revoke(self) -> None:
+        """The owner has nothing under way to this rank: a read is this rank's own."""
+
     def _look(self) -> bool:
         found = self._backlog.take(self.owner.info.agent, Announced, self._group)
         if found is None:

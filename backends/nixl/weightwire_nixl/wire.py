@@ -21,6 +21,7 @@ __all__ = [
     "Granted",
     "Message",
     "Over",
+    "PlanPart",
     "ReaderInfo",
     "SenderInfo",
     "Written",
@@ -77,25 +78,11 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     words: _Address
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an owner that pushes finds what to write: rows of (group, source, target, bytes).
-
-    Attributes:
-        address: of this owner's rows, uint64, in the reader's host memory.
-        checksum: of the rows, 63 bits of xxh3.
-    """
-
-    address: _Address
-    rows: Annotated[int, Meta(ge=0, le=1 << 32)]
-    checksum: _Number
-
-
 class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An inference rank.
 
     Attributes:
         reads: by owner, the groups in which it wants something of it.
-        plans: by owner.
     """
 
     session: _Name
@@ -109,7 +96,6 @@ class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: Annotated[
         dict[int, Annotated[tuple[int, ...], Meta(max_length=1 << 24)]], Meta(max_length=1 << 20)
     ]
-    plans: Annotated[dict[int, Plan], Meta(max_length=1 << 20)]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -132,6 +118,20 @@ class Credit(_Message, frozen=True, tag="credit"):
 
     group: _Number
     generation: _Number
+
+
+class PlanPart(_Message, frozen=True, tag="plan"):
+    """Reader to an owner that pushes: a part of what to write, once for both agents.
+
+    Attributes:
+        part, parts: which part of how many.
+        rows: N by 4 uint64, little-endian: group, first byte in the owner's slot, first
+            byte in the reader's slot, bytes; sorted by the first two.
+    """
+
+    part: Annotated[int, Meta(ge=0, lt=1 << 12)]
+    parts: Annotated[int, Meta(ge=1, le=1 << 12)]
+    rows: Annotated[bytes, Meta(max_length=1 << 18)]
 
 
 class Granted(_Message, frozen=True, tag="granted"):
@@ -178,7 +178,9 @@ class Bye(_Message, frozen=True, tag="bye"):
     """This agent closes."""
 
 
-Message: TypeAlias = Announced | Credit | Granted | Written | Aborted | GaveUp | Over | Bye
+Message: TypeAlias = (
+    Announced | Credit | PlanPart | Granted | Written | Aborted | GaveUp | Over | Bye
+)
 
 _messages = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.encode
