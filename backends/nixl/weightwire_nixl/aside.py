@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from weightwire.errors import WeightWireError
 
 __all__ = ["Aside", "leave_behind"]
 
@@ -41,7 +44,7 @@ class Aside:
 
     def sweep(self) -> None:
         """Release what is over."""
-        over = [kept for kept in self._kept if kept.is_over()]
+        over = [kept for kept in self._kept if _is_over(kept)]
         self._kept = [kept for kept in self._kept if kept not in over]
         for kept in over:
             kept.release()
@@ -54,25 +57,49 @@ class Aside:
         self._kept = []
 
 
+def _is_over(kept: _Kept) -> bool:
+    try:
+        return kept.is_over()
+    except WeightWireError:
+        return False  # asked again later
+
+
 _left = Aside()
 _left_lock = threading.Lock()
+_reaper: threading.Thread | None = None
+_REAPER_PAUSE = 0.05
 
 
 def leave_behind(is_over: Callable[[], bool], release: Callable[[], None]) -> None:
-    """Set something aside beyond its handle's life; later calls release what is over.
+    """Set something aside beyond its handle's life.
 
-    It isn't freed when the interpreter ends, either: a transfer would then write
-    into memory that is gone.
+    A thread releases it when it is over, and ends with the last such thing.  It isn't
+    freed when the interpreter ends, either: a transfer would then write into memory
+    that is gone.
     """
+    global _reaper
     references = (is_over, release)
     for thing in references:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
     def let_go() -> None:
+        release()
         for thing in references:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
-        release()
 
     with _left_lock:
-        _left.sweep()
         _left.keep(is_over, let_go)
+        if _reaper is None:
+            _reaper = threading.Thread(target=_reap, name="weightwire-nixl-aside", daemon=True)
+            _reaper.start()
+
+
+def _reap() -> None:
+    global _reaper
+    while True:
+        with _left_lock:
+            _left.sweep()
+            if not len(_left):
+                _reaper = None
+                return
+        time.sleep(_REAPER_PAUSE)

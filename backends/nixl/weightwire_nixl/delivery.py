@@ -12,6 +12,7 @@ from weightwire.errors import TransferError
 from weightwire_nixl.agent import Agent, Transfer
 from weightwire_nixl.arena import Slots
 from weightwire_nixl.backlog import Backlog
+from weightwire_nixl.live import LiveGroup, located, split_by_place
 from weightwire_nixl.runs import Runs, rebased
 from weightwire_nixl.wire import Granted, PlanPart, ReaderInfo, Written, encode
 
@@ -57,7 +58,7 @@ class Writes:
         self._nbytes = nbytes
         self._parts: dict[int, bytes] = {}
         self._groups: dict[int, Rows] | None = None
-        self._prepared: dict[tuple[int, int, int], Transfer] = {}
+        self._prepared: dict[tuple[int, int, int], tuple[bytes, Transfer]] = {}
 
     @property
     def who(self) -> str:
@@ -112,36 +113,48 @@ class Writes:
             and (begins + lengths <= limits).all()
         )
 
-    def write(self, group: int, ours: int, theirs: int) -> Transfer:
-        """The write of a group from one of our slots into one of theirs."""
+    def write(self, group: int, ours: int, theirs: int, live: LiveGroup | None) -> Transfer:
+        """The write of a group into one of their slots: from one of ours, or from the tensors.
+
+        Prepared when it is first needed, and again when the tensors moved.
+        """
         key = (group, ours, theirs)
-        found = self._prepared.get(key)
-        if found is None:
-            assert self._groups is not None  # noqa: S101 - planned
-            rows = self._groups[group]
-            arena = self._info.arena
-            found = self._prepared[key] = self._agent.prepare(
-                "WRITE",
-                self._info.agent,
-                rebased(rows[:, 1], rows[:, 3], self._slots.begin(ours), self._slots.device_id),
-                rebased(
-                    rows[:, 2],
-                    rows[:, 3],
-                    arena.address + theirs * arena.slot_nbytes,
-                    arena.device_id,
-                ),
-                devices=(self._slots.device.type, arena.device),
-                who=self._who,
-            )
-        return found
+        where = b"" if live is None else live.bases.tobytes()
+        known = self._prepared.get(key)
+        if known is not None and known[0] == where:
+            return known[1]
+        if known is not None:
+            known[1].release()
+        assert self._groups is not None  # noqa: S101 - planned
+        rows = self._groups[group]
+        runs = Runs(rows[:, 1], rows[:, 2], rows[:, 3])
+        arena = self._info.arena
+        if live is None:
+            device, number = self._slots.device.type, self._slots.device_id
+            here = rebased(runs.source, runs.nbytes, self._slots.begin(ours), number)
+        else:
+            device, number = live.device, live.device_id
+            runs, places = split_by_place(runs, live.begins, live.nbytes)
+            here = rebased(located(runs, places, live.begins, live.bases), runs.nbytes, 0, number)
+        there = arena.address + theirs * arena.slot_nbytes
+        transfer = self._agent.prepare(
+            "WRITE",
+            self._info.agent,
+            here,
+            rebased(runs.target, runs.nbytes, there, arena.device_id),
+            devices=(device, arena.device),
+            who=self._who,
+        )
+        self._prepared[key] = (where, transfer)
+        return transfer
 
     @property
     def in_flight(self) -> bool:
-        return any(not transfer.is_over() for transfer in self._prepared.values())
+        return any(not transfer.is_over() for _, transfer in self._prepared.values())
 
     def release(self) -> None:
         """Give back what was prepared.  Only with nothing in flight."""
-        for transfer in self._prepared.values():
+        for _, transfer in self._prepared.values():
             transfer.release()
         self._prepared.clear()
 
@@ -163,8 +176,10 @@ class Delivery:
         slot: int,
         policy: Policy,
         seal: bytes,
+        live: LiveGroup | None,
         backlog: Backlog,
     ) -> None:
+        self._live = live
         self.agent = agent
         self.group = group
         self.slot = slot
@@ -204,7 +219,7 @@ class Delivery:
             raise TransferError(
                 f"{self._writes.who} grants slot {grant.slot} of {self._writes.slots}: restart it"
             )
-        self._write = self._writes.write(self.group, self.slot, grant.slot)
+        self._write = self._writes.write(self.group, self.slot, grant.slot, self._live)
         written = encode(Written(self._policy, self.group, grant.number, self._seal))
         self._step = self._finish if self._write.post(written) else self._await
         return True

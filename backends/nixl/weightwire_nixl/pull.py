@@ -75,7 +75,10 @@ class Pull:
                 f"{self.owner.info.arena.slots}: restart it"
             )
         self._announced = found
-        self._data = self.owner.read(self._group, found.slot, self._slot)
+        if found.live is not None:
+            self._data = self.owner.read_live(self._group, self._slot, found.live)
+        else:
+            self._data = self.owner.read(self._group, found.slot, self._slot)
         self._step = self._read_word if self._data.post() else self._await_data
         return True
 

@@ -66,4 +66,5 @@ class Push:
     @property
     def in_flight(self) -> bool:
         """Whether the owner may still write into this rank's memory."""
-        return self._granted and not self.landed and not self.revoked
+        waits = self._granted and not self.landed and not self.revoked
+        return waits and not self.owner.is_gone

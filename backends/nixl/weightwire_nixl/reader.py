@@ -18,6 +18,7 @@ class Reader:
         groups: that it wants.
         route: how they get there.
         writes: what is prepared for it, where this rank pushes.
+        heard: how many batches of the trainer's registered memory it has heard of.
         gave_up: the last version that it gave up.
         told_over: the last version of which it knows that nothing is under way any more.
     """
@@ -30,6 +31,7 @@ class Reader:
         self.groups: frozenset[int] = frozenset()
         self.route: Route | None = None
         self.writes: Writes | None = None
+        self.heard = 0
         self.gave_up = Policy(0, 0, 0)
         self.told_over = Policy(0, 0, 0)
         self.said_bye = False

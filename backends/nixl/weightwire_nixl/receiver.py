@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
 from weightwire_nixl.owner import Owner
 from weightwire_nixl.peers import check_alike, soon
+from weightwire_nixl.progress import Progress
 from weightwire_nixl.pull import Pull
 from weightwire_nixl.push import Push
 from weightwire_nixl.route import choose, describe_endpoint
@@ -72,6 +74,8 @@ class NixlReceiver(ReceiverTransport):
         self._clean: set[int] = set()  # of those, who has nothing under way to this rank
         self._flights: dict[int, _Flight] = {}
         self._aside = Aside()
+        self._moving = threading.RLock()  # posted groups are moved on by one thread at a time
+        self._progress: Progress | None = None
         self._grants = 0
         self._world_size = 0
 
@@ -154,7 +158,7 @@ class NixlReceiver(ReceiverTransport):
             for plan in self._plans.values()
             if (runs := plan.owners.get(rank)) is not None
         )
-        if needed > info.arena.slot_nbytes:
+        if needed > info.arena.slot_nbytes and not info.zero_copy:
             raise TransferError(
                 f"{who} describes slots of {info.arena.slot_nbytes} bytes, the table needs "
                 f"{needed}: run one weightwire version on both sides"
@@ -194,10 +198,17 @@ class NixlReceiver(ReceiverTransport):
         ranks = list(plan.owners)
         turn = self._context.rank % max(1, len(ranks))  # each receiver starts elsewhere
         slot = self._turns[group]
-        self._flights[group] = _Flight(
-            [self._part(self._owners[rank], group, slot) for rank in ranks[turn:] + ranks[:turn]]
-        )
-        self._advance()
+        parts = [
+            self._part(self._owners[rank], group, slot) for rank in ranks[turn:] + ranks[:turn]
+        ]
+        with self._moving:
+            self._flights[group] = _Flight(parts)
+        if self._context.overlap:
+            if self._progress is None:
+                self._progress = Progress(self._step)
+            self._progress.wake()
+        else:
+            self._advance()
 
     def _part(self, owner: Owner, group: int, slot: int) -> Pull | Push:
         if not owner.route.push:
@@ -231,11 +242,15 @@ class NixlReceiver(ReceiverTransport):
             f"announcement or bytes of group {group}",
             lambda: [part.owner.who for part in flight.parts if not part.landed],
         )
-        del self._flights[group]
+        with self._moving:
+            del self._flights[group]
         return [decode(part.seal, Seal, part.owner.who) for part in flight.parts]
 
     def _landed(self, flight: _Flight) -> bool:
-        self._advance()
+        if self._progress is None:
+            self._advance()
+        elif not all(part.landed for part in flight.parts):
+            self._progress.check()
         for part in flight.parts:
             if not part.landed and (part.owner.rank in self._aborted or part.owner.said_bye):
                 raise PeerLost(f"{part.owner.who} gave up {self._policy}: its own error says why")
@@ -243,16 +258,30 @@ class NixlReceiver(ReceiverTransport):
 
     def _advance(self) -> None:
         """Take every posted group as far as it goes without waiting."""
-        self._poll()
-        for flight in list(self._flights.values()):
-            for part in flight.parts:
-                part.advance()
+        with self._moving:
+            self._poll()
+            for flight in list(self._flights.values()):
+                for part in flight.parts:
+                    part.advance()
+
+    def _step(self) -> bool:
+        """``_advance`` on the progress thread; whether something is still to land."""
+        self._advance()
+        with self._moving:
+            return not all(part.landed for f in self._flights.values() for part in f.parts)
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
     def finish(self) -> None:
+        self._stop_progress()
         self._flights = {}
 
     def abort(self, error: BaseException) -> None:
         del error
+        self._stop_progress()
         if self._agent is None:
             return
         parts = [part for flight in self._flights.values() for part in flight.parts]
@@ -285,7 +314,7 @@ class NixlReceiver(ReceiverTransport):
                         for part in hot:
                             if part.owner is names[name]:
                                 part.revoke()
-            return not any(part.in_flight and not part.owner.is_gone for part in hot)
+            return not any(part.in_flight for part in hot)
 
         def release() -> None:
             _say_bye(agent, owners.values(), policy)
@@ -341,6 +370,7 @@ class NixlReceiver(ReceiverTransport):
         return self._agent, self._info
 
     def _leave(self) -> None:
+        self._stop_progress()
         if self._agent is None:
             return
         with contextlib.suppress(WeightWireError):

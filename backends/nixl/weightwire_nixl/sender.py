@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport
-from weightwire.errors import PeerLost, TransferError, WeightWireError
+from weightwire.errors import ConfigError, PeerLost, TransferError, WeightWireError
 from weightwire.layout import slot_layout
 from weightwire.session import process
 from weightwire.table import TensorTable
@@ -21,9 +22,11 @@ from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
 from weightwire_nixl.early import Early
+from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
 from weightwire_nixl.peers import check_alike, soon
 from weightwire_nixl.reader import Reader, Slot
 from weightwire_nixl.route import choose, describe_endpoint
+from weightwire_nixl.runs import extents
 from weightwire_nixl.wire import (
     Aborted,
     Announced,
@@ -31,6 +34,7 @@ from weightwire_nixl.wire import (
     Credit,
     GaveUp,
     Granted,
+    Live,
     Over,
     PlanPart,
     ReaderInfo,
@@ -41,6 +45,9 @@ from weightwire_nixl.wire import (
 )
 
 __all__ = ["NixlSender"]
+
+_LIVE_COPIES = 3
+_LIVE_SLACK = 64 << 20  # buffers in which the pipeline casts what has another dtype
 
 
 class NixlSender(SenderTransport):
@@ -63,6 +70,8 @@ class NixlSender(SenderTransport):
         # Generations of a later incarnation are higher: old credits never count for new bytes.
         self._generation = context.incarnation << 40
         self._group_nbytes: dict[int, int] = {}
+        self._live: LiveMemory | None = None
+        self._live_layouts: dict[int, tuple[list[int], Addresses, Addresses]] = {}
         self._backlog = Backlog()
         self._early = Early()
         self._deliveries: list[Delivery] = []
@@ -75,10 +84,14 @@ class NixlSender(SenderTransport):
 
     def set_table(self, table: TensorTable) -> None:
         rank = self._context.rank
-        self._group_nbytes = {
-            group: slot_layout(table, group, rank).nbytes for group in range(len(table.groups))
+        layouts = {group: slot_layout(table, group, rank) for group in range(len(table.groups))}
+        self._group_nbytes = {group: layout.nbytes for group, layout in layouts.items()}
+        self._live_layouts = {
+            group: ([i for i, place in layout.places.items() if place.nbytes], *extents(layout))
+            for group, layout in layouts.items()
+            if self._config.zero_copy
         }
-        nbytes = max(self._group_nbytes.values(), default=0)
+        nbytes = 0 if self._config.zero_copy else max(self._group_nbytes.values(), default=0)
         if self._agent is not None and nbytes <= self._slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
         agent = Agent(f"sender-{rank}", counters=self.counters)
@@ -96,11 +109,15 @@ class NixlSender(SenderTransport):
                 unsafe_pull=self._config.unsafe_pull,
                 arena=slots.describe(),
                 words=words.address,
+                zero_copy=self._config.zero_copy,
             )
         except BaseException:
             agent.close()
             raise
         self._leave()
+        if self._config.zero_copy:
+            most = _LIVE_COPIES * sum(self._group_nbytes.values()) + _LIVE_SLACK
+            self._live = LiveMemory(agent, most)
         self._agent, self._slots, self._words, self._info = agent, slots, words, info
         self._pool = [Slot(index) for index in range(count)]
         self._turn = list(range(self._turns))
@@ -184,10 +201,14 @@ class NixlSender(SenderTransport):
         self._release_slots(reader)
         self._agent_().remove(reader.agent)
 
-    def slot(self, group: int, nbytes: int) -> Tensor:
+    def slot(self, group: int, nbytes: int) -> Tensor | None:
         del group
         slot = self._current()
         self._await_credits(slot)
+        if self._live is not None:
+            slot.outstanding = {}  # the tensors are the trainer's: the word tells who is late
+            self._words[slot.index] = 0
+            return None
         if slot.outstanding:
             slot = self._replace(slot)
         # Whoever still reads the slot sees that it moved, and discards what it has.
@@ -195,17 +216,16 @@ class NixlSender(SenderTransport):
         return self._slots.slot(slot.index, nbytes)
 
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
-        del tensors  # they lie in the slot
         slot = self._current()
         self._sequence += 1
         self._generation += 1
         slot.group, slot.generation = group, self._generation
         slot.outstanding = {}
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        live = self._live_group(group, tensors) if self._live is not None else None
+        if self._uses_cuda(live):
+            torch.cuda.synchronize()
         self._words[slot.index] = slot.generation
         sealed = encode(seal)
-        announcement = encode(Announced(self._policy, group, slot.index, slot.generation, sealed))
         for reader in self._of_group(group):
             if self._has_given_up(reader):
                 continue
@@ -219,21 +239,71 @@ class NixlSender(SenderTransport):
                         slot.index,
                         self._policy,
                         sealed,
+                        live,
                         self._backlog,
                     )
                 )
                 continue
+            announced = Announced(
+                self._policy,
+                group,
+                slot.index,
+                slot.generation,
+                sealed,
+                None if live is None else self._for(reader, live),
+            )
             try:
-                self._agent_().notify(reader.agent, announcement, reader.who)
+                self._agent_().notify(reader.agent, encode(announced), reader.who)
             except PeerLost as error:
                 del slot.outstanding[reader.agent]
                 self._miss(reader, error)
         self._poll()
 
+    def _live_group(self, group: int, tensors: Mapping[int, Tensor]) -> LiveGroup:
+        """Where the tensors lie, registered."""
+        assert self._live is not None  # noqa: S101 - zero_copy
+        order, begins, nbytes = self._live_layouts[group]
+        served = [tensors[i] for i in order]
+        devices = {tensor.device for tensor in served}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"nixl option zero_copy: group {group} lies on {len(devices)} devices "
+                f"({', '.join(sorted(map(str, devices)))}): use zero_copy=False"
+            )
+        self._live.add(served)
+        device = next(iter(devices), torch.device("cpu"))
+        return LiveGroup(
+            begins,
+            nbytes,
+            np.array([tensor.data_ptr() for tensor in served], dtype=np.uint64),
+            device.type,
+            0 if device.type == "cpu" else device.index,
+        )
+
+    def _for(self, reader: Reader, live: LiveGroup) -> Live:
+        assert self._live is not None  # noqa: S101 - zero_copy
+        news = tuple(self._live.batches[reader.heard :])
+        reader.heard = len(self._live.batches)
+        return Live(live.bases.astype("<u8").tobytes(), live.device, live.device_id, news)
+
+    def _uses_cuda(self, live: LiveGroup | None) -> bool:
+        return (self._device.type if live is None else live.device) == "cuda"
+
+    def settle(self) -> None:
+        if self._live is not None:
+            self._await_all()
+
     def finish(self) -> None:
+        self._await_all()
+        if self._live is not None:
+            # The source may change from here on: a reader that is late sees that it did.
+            for slot in self._pool:
+                self._words[slot.index] = 0
+        self._readers = {}
+
+    def _await_all(self) -> None:
         for turn in range(self._turns):
             self._await_credits(self._pool[self._turn[turn]])
-        self._readers = {}
 
     def lose(self, receiver_id: str) -> None:
         self._lost.add(receiver_id)
@@ -242,6 +312,9 @@ class NixlSender(SenderTransport):
         del error
         if self._agent is None:
             return
+        if self._live is not None:
+            for slot in self._pool:
+                self._words[slot.index] = 0
         # Slots keep who may still touch them: they aren't filled again before that is over.
         for delivery in list(self._deliveries):
             if not delivery.started:
@@ -435,20 +508,23 @@ class NixlSender(SenderTransport):
         if agent is None:
             return
         readers = {r.agent: r for slot in self._pool for r in slot.outstanding.values()}
-        slots, words = self._slots, self._words
-        for reader in self._known.values():
-            if not reader.is_gone:
-                with contextlib.suppress(WeightWireError):
-                    agent.notify(reader.agent, encode(Bye(self._policy)), reader.who)
+        slots, words, live = self._slots, self._words, self._live
+        self._live = None
+        known, policy = dict(self._known), self._policy
 
         def is_over() -> bool:
             return not agent.in_flight and all(reader.is_gone for reader in readers.values())
 
         def release() -> None:
+            # Only now: whoever hears it takes its memory for its own again.
+            for reader in known.values():
+                if not reader.is_gone:
+                    with contextlib.suppress(WeightWireError):
+                        agent.notify(reader.agent, encode(Bye(policy)), reader.who)
             agent.close()
             del memory[:]
 
-        memory: list[object] = [slots, words]  # alive as long as the agent
+        memory: list[object] = [slots, words, live]  # alive as long as the agent
         if is_over():
             release()
         else:

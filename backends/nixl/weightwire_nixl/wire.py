@@ -19,6 +19,7 @@ __all__ = [
     "Credit",
     "GaveUp",
     "Granted",
+    "Live",
     "Message",
     "Over",
     "PlanPart",
@@ -37,6 +38,7 @@ _Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+_Metadata = Annotated[bytes, Meta(max_length=1 << 26)]
 _Seal = Annotated[bytes, Meta(max_length=1 << 26)]
 
 T = TypeVar("T")
@@ -65,6 +67,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metadata: NIXL's, opaque.
         process: its identity, for who runs on the same host.
         words: address of the slots' generation words, in host memory.
+        zero_copy: its groups lie in the trainer's own tensors, not in slots.
     """
 
     session: _Name
@@ -76,6 +79,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unsafe_pull: bool
     arena: Arena
     words: _Address
+    zero_copy: bool
 
 
 class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +108,23 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     policy: Policy
 
 
+class Live(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where the tensors of a group lie that isn't staged.
+
+    Attributes:
+        bases: address of each tensor that isn't empty, in the order of the slot's layout.
+        device, device_id: of all of them.
+        metadata: NIXL's, of memory that this reader hasn't heard of yet.
+    """
+
+    bases: Annotated[bytes, Meta(max_length=1 << 26)]
+    device: Annotated[str, Meta(max_length=16)]
+    device_id: Annotated[int, Meta(ge=0, le=4096)]
+    metadata: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=1 << 26)], ...], Meta(max_length=4096)
+    ]
+
+
 class Announced(_Message, frozen=True, tag="announced"):
     """Owner to reader: the group lies in this slot, in this generation."""
 
@@ -111,6 +132,7 @@ class Announced(_Message, frozen=True, tag="announced"):
     slot: _Slot
     generation: _Number
     seal: _Seal
+    live: Live | None
 
 
 class Credit(_Message, frozen=True, tag="credit"):
