@@ -16,18 +16,13 @@ MakeFleet = Callable[..., NixlFleet]
 
 
 @pytest.fixture(scope="session")
-def ucx_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ucx")
-
-
-@pytest.fixture(scope="session")
-def pools(ucx_logs: Path) -> Iterator[Callable[[str | None], Pool]]:
+def pools() -> Iterator[Callable[[str | None], Pool]]:
     """One pool for each environment that UCX reads."""
     found: dict[str | None, Pool] = {}
 
     def pool(tls: str | None) -> Pool:
         if tls not in found:
-            found[tls] = open_pool(tls, ucx_logs)
+            found[tls] = open_pool(tls)
         return found[tls]
 
     yield pool

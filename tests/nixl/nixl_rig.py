@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from process_rig import Fleet, Pool, Side
+from process_rig import Fleet, Pool, Side, Worker
 
 __all__ = ["WAYS", "NixlFleet", "Way", "exchange", "open_pool", "ucx_took"]
 
@@ -46,9 +46,9 @@ WAYS = [
 ]
 
 
-def open_pool(tls: str | None, log: Path) -> Pool:
-    """Workers in whose environment UCX may take this path, and says in ``log`` which it took."""
-    changed = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log / "ucx-%p.log")}
+def open_pool(tls: str | None) -> Pool:
+    """Workers in whose environment UCX may take this path, and says in their logs which it took."""
+    changed = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
     if tls is not None:
         changed["UCX_TLS"] = tls
     before = {key: os.environ.get(key) for key in changed}
@@ -63,13 +63,12 @@ def open_pool(tls: str | None, log: Path) -> Pool:
                 os.environ[key] = value
 
 
-def ucx_took(log: Path, pid: int, push: bool) -> set[str]:
+def ucx_took(worker: Worker, push: bool) -> set[str]:
     """The transports of the one-sided operation that UCX reports in a process's log."""
     found: set[str] = set()
     title = "remote memory write by ucp_put" if push else "remote memory read by ucp_get"
-    path = log / f"ucx-{pid}.log"
     inside, before = False, ""
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in worker.log.read_text().splitlines():
         if "ucp_" in line:
             # What an agent would use to reach itself is of no interest.
             inside = title in line and " self " not in before

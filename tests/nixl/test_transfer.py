@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from nixl_rig import WAYS, NixlFleet, Way, exchange, ucx_took
@@ -16,9 +15,7 @@ def prepared(*sides: Side) -> list[list[int]]:
     return [found["prepared"] for side in sides for found in side.call("nixl")]
 
 
-def test_the_path_that_ucx_takes_is_the_one_reported(
-    make_fleet: MakeFleet, way: Way, ucx_logs: Path
-) -> None:
+def test_the_path_that_ucx_takes_is_the_one_reported(make_fleet: MakeFleet, way: Way) -> None:
     fleet = make_fleet(way)
     sender, replica = fleet.sender(model="big"), fleet.receiver(model="big")
     receiving = replica.start("receive")
@@ -29,7 +26,7 @@ def test_the_path_that_ucx_takes_is_the_one_reported(
     assert expected in sent["path"]
     assert expected in received["path"]
     mover = sender if way.push else replica
-    took = ucx_took(ucx_logs, mover.first.pid, way.push)
+    took = ucx_took(mover.first, way.push)
     assert took, "UCX says nothing about the operation: was another one used?"
     wanted = "cma" if way.path == "CMA" else "tcp"
     assert all(wanted in transport for transport in took), took
