@@ -27,6 +27,9 @@ def bench(
     device: Annotated[
         str | None, typer.Option(help="'cpu' or 'cuda', where the backend moves both.")
     ] = None,
+    receiver_device: Annotated[
+        str | None, typer.Option(help="The receiver's, if it is another, such as 'cuda:1'.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure a backend between two processes, with the raw costs of the same bytes beside it."""
@@ -42,10 +45,12 @@ def bench(
         raise UnsupportedOperation(
             f"backend {backend!r} has no benchmark: its package {package} has no bench module"
         ) from error
-    choice = {} if device is None else {"device": device}
-    if choice and "device" not in inspect.signature(module.run).parameters:
+    wanted = {"device": device, "receiver_device": receiver_device}
+    choice = {name: value for name, value in wanted.items() if value is not None}
+    for name in choice.keys() - inspect.signature(module.run).parameters.keys():
         raise UnsupportedOperation(
-            f"the benchmark of {backend!r} has no choice of device: leave --device out"
+            f"the benchmark of {backend!r} has no choice of {name}: "
+            f"leave --{name.replace('_', '-')} out"
         )
     result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads, **choice)
     if as_json:
