@@ -39,11 +39,14 @@ class _Scratch:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, nbytes: int, *, fresh: bool = False) -> Tensor:
+    def take(
+        self, nbytes: int, *, fresh: bool = False, device: torch.device | None = None
+    ) -> Tensor:
         if fresh:
             return torch.empty(nbytes, dtype=torch.uint8)
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        device = torch.device("cpu") if device is None else device
+        if self._buffer.numel() < nbytes or self._buffer.device != device:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._buffer
 
     def release(self) -> None:
@@ -130,6 +133,7 @@ class SendPlan:
         """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
         staged: dict[int, Tensor] = {}
         copies: list[tuple[int, Place]] = []
+        lie_on: set[torch.device] = set()
         for i, place in layout.places.items():
             if i in assembled:
                 copies.append((i, place))
@@ -147,11 +151,14 @@ class SendPlan:
                 staged[i] = tensor
             else:
                 copies.append((i, place))
+                lie_on.add(tensor.device)
         if copies:
             if slot is None:
                 transport.settle()  # it may still send from the buffer's last content
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
-                slot = self._scratch.take(size)
+                # Casts happen where the tensors lie, if that is where they leave from.
+                stays = len(lie_on) == 1 and all(d.type in capabilities.devices for d in lie_on)
+                slot = self._scratch.take(size, device=next(iter(lie_on)) if stays else None)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
             views = {i: place.view(slot) for i, place in copies}
             here = [i for i in views if i not in assembled]

@@ -18,6 +18,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from weightwire.conversion import ModuleViews
+from weightwire.devices import device_of
 from weightwire.errors import ConfigError
 from weightwire.names import checkpoint_names
 from weightwire.placements import local_box
@@ -51,6 +52,11 @@ class WeightSource(ABC):
         DTensor stands for the shard that lies on this rank.
         """
 
+    @property
+    def device(self) -> torch.device:
+        """Where transports should stage this rank's tensors, unless they are told otherwise."""
+        return torch.device("cpu")
+
     def views(self, given: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Sequence[View]:
         """Checkpoint tensors that are made of ``tensors``; by default they are those.
 
@@ -76,6 +82,10 @@ class MappingSource(WeightSource):
     def tensors(self) -> Mapping[str, Tensor]:
         return self._mapping
 
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._mapping.values())
+
 
 class ModuleSource(WeightSource):
     """A module: its parameters and persistent buffers, by ``state_dict`` semantics.
@@ -95,6 +105,10 @@ class ModuleSource(WeightSource):
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         names = checkpoint_names(tensors)
         return {names[name]: value for name, value in tensors.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._module.parameters())
 
     def views(self, given: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Sequence[View]:
         return self._views.of(given)

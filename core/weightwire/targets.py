@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.fingerprint import Fingerprint, fingerprint_of
 from weightwire.layout import cut_out
@@ -75,6 +76,11 @@ class WeightTarget(ABC):
         group never holds more than its budget.
         """
         return False
+
+    @property
+    def device(self) -> torch.device:
+        """Where transports should let this rank's regions arrive, unless told otherwise."""
+        return torch.device("cpu")
 
     @property
     def keeps_buffers(self) -> bool:
@@ -153,6 +159,10 @@ class MappingTarget(WeightTarget):
     def current(self) -> Mapping[str, Tensor]:
         """The tensors to fill, as they are now."""
         return self._mapping
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.current().values())
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
         own = {name: _require_plain(name, tensor) for name, tensor in self.current().items()}

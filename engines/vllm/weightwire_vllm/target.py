@@ -80,6 +80,10 @@ class VllmTarget(WeightTarget):
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def plan(self, table: TensorTable) -> Sequence[Region]:
         """The parts of the table's tensors that this rank's own load uses.
 
