@@ -129,7 +129,7 @@ class _NcclWork(Work):
         pause = _FIRST_PAUSE
         try:
             self._work.wait()  # doesn't block: the current stream follows the operation's
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             done.record(torch.cuda.current_stream(self._tensor.device))
             while not done.query():
                 if self._aborted.is_set():
