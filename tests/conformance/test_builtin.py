@@ -23,6 +23,7 @@ NOBODY_LISTENS = {
     "a-version-sent-to-nobody-is-read-later",
     "finished-versions-outlive-their-sender",
 }
+NO_SUCH_OPTION = "zero-copy-changes-nothing-but-the-copies[on]"
 
 
 def command(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
@@ -68,7 +69,9 @@ def test_the_builtin_backends_are_conformant(quick) -> None:
         for scenario, result in found.items()
         if result["outcome"] != "passed"
     }
-    assert odd == {("memory", scenario) for scenario in NOBODY_LISTENS}
+    assert odd == {("memory", scenario) for scenario in NOBODY_LISTENS} | {
+        (backend, NO_SUCH_OPTION) for backend in ("memory", "filesystem")
+    }
     assert results["counts"] == {
         "passed": 2 * len(names) - len(odd),
         "FAILED": 0,
@@ -96,7 +99,7 @@ def test_the_reports_show_every_result(quick) -> None:
         assert f'name="weightwire_scenario" value="{scenario}"' in junit
     assert "<script src" not in page
     assert "<link" not in page
-    assert junit.count('name="weightwire_outcome" value="unsupported"') == len(NOBODY_LISTENS)
+    assert junit.count('name="weightwire_outcome" value="unsupported"') == len(NOBODY_LISTENS) + 2
 
 
 def test_pytest_gives_the_same_result(tmp_path: Path) -> None:
