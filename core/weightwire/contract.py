@@ -55,6 +55,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
+import torch
 from msgspec import Meta
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -83,6 +84,8 @@ API = 0
 
 MAX_DESCRIPTION = 1 << 20
 """Bytes of the longest ``describe``."""
+
+CPU = torch.device("cpu")
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Flow = Literal["store", "pull", "push", "collective"]
@@ -189,6 +192,7 @@ class Context:
         member_id: the receiver's id, or ``"sender"``.
         incarnation: this member's incarnation.
         overlap: if True, hold two slots.
+        device: where this rank's tensors lie, and its slots should: ``cpu``, ``cuda:0``.
         watch: every wait goes through it.
         goes_on_without_lost: if True, a reader that gives a version up is dropped from it;
             if False, that ends the version for everybody.
@@ -205,6 +209,7 @@ class Context:
     overlap: bool
     watch: Watch
     goes_on_without_lost: bool = False
+    device: torch.device = CPU
 
 
 class SenderTransport(ABC):

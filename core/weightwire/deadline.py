@@ -162,6 +162,7 @@ class Watch:
         condition: Callable[[], T | None],
         waiting_for: str,
         missing: Callable[[], Sequence[str]] = tuple,
+        rest: Callable[[float], object] | None = None,
     ) -> T:
         """Poll ``condition`` until it returns something true.
 
@@ -171,6 +172,9 @@ class Watch:
                 but nothing may depend on how often it ran.
             waiting_for: noun for the message, such as ``"credits of group 3"``.
             missing: who hasn't answered yet, for the message.
+            rest: passes the time between two looks, at most so many seconds, and
+                returns early when there may be something new, such as
+                ``threading.Event.wait``.
 
         Raises:
             TransferTimeout: the deadline passed; names ``missing``.
@@ -183,7 +187,10 @@ class Watch:
                 return value
             if self._failure is not None or self.deadline.passed():
                 self.check(waiting_for, missing())
-            self.pause(pause)
+            if rest is None:
+                self.pause(pause)
+            else:
+                rest(min(_LAST_PAUSE, self.deadline.remaining()))
             pause = min(pause * 1.5, _LAST_PAUSE)
 
 

@@ -21,6 +21,7 @@ from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
+from weightwire.materialise import CheckpointTensors
 from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
 from weightwire.table import Region, TensorTable, tiles
@@ -37,11 +38,14 @@ class _Scratch:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, nbytes: int, *, fresh: bool = False) -> Tensor:
+    def take(
+        self, nbytes: int, *, fresh: bool = False, device: torch.device | None = None
+    ) -> Tensor:
         if fresh:
             return torch.empty(nbytes, dtype=torch.uint8)
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        device = torch.device("cpu") if device is None else device
+        if self._buffer.numel() < nbytes or self._buffer.device != device:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._buffer
 
     def release(self) -> None:
@@ -73,7 +77,7 @@ class SendPlan:
 
     def send(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: CheckpointTensors,
         transport: SenderTransport,
         capabilities: Capabilities,
         exchange: Exchange,
@@ -122,6 +126,7 @@ class SendPlan:
         """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
         staged: dict[int, Tensor] = {}
         copies: list[tuple[int, Place]] = []
+        lie_on: set[torch.device] = set()
         for i, place in layout.places.items():
             if i in assembled:
                 copies.append((i, place))
@@ -139,11 +144,14 @@ class SendPlan:
                 staged[i] = tensor
             else:
                 copies.append((i, place))
+                lie_on.add(tensor.device)
         if copies:
             if slot is None:
                 transport.settle()  # it may still send from the buffer's last content
                 kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
-                slot = self._scratch.take(size)
+                # Casts happen where the tensors lie, if that is where they leave from.
+                stays = len(lie_on) == 1 and all(d.type in capabilities.devices for d in lie_on)
+                slot = self._scratch.take(size, device=next(iter(lie_on)) if stays else None)
                 copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
             views = {i: place.view(slot) for i, place in copies}
             here = [i for i in views if i not in assembled]

@@ -8,13 +8,14 @@ import shutil
 import signal
 import socket
 import stat
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from weightwire.deadline import Deadline, calling
-from weightwire.errors import ConfigError, SessionError
+from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session.file import FileStore
 from weightwire.session.records import Lease
 from weightwire.session.session import Session
@@ -182,6 +183,45 @@ def test_names_that_are_none_of_ours_are_left_out_of_listings(session):
     session.store.put("receivers/²", b"x")
     assert session.children("receivers") == ["a"]
     assert session.numbers("receivers") == []
+
+
+def test_a_record_that_is_put_back_in_its_successors_place_is_refused(session, open_session):
+    reader = open_session(session.url)
+    session.write("lease", Lease(1))
+    old = session.store.get("lease")
+    session.write("lease", Lease(2))
+    assert reader.read("lease", Lease) == Lease(2)
+    session.store.put("lease", old)
+    with pytest.raises(AuthenticationError, match=r"'lease' of session .* is older than one that"):
+        reader.read("lease", Lease)
+    session.write("lease", Lease(3))
+    assert reader.read("lease", Lease) == Lease(3)
+    session.delete("lease")
+    other = open_session(session.url)
+    other.write("lease", Lease(1))  # another writer counts for itself
+    assert reader.read("lease", Lease) == Lease(1)
+
+
+def test_threads_that_read_one_place_never_take_each_others_records_for_old_ones(session):
+    stop = threading.Event()
+    failures = []
+
+    def read():
+        while not stop.is_set():
+            try:
+                session.read("lease", Lease)
+            except AuthenticationError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for counter in range(300):
+        session.write("lease", Lease(counter), durable=False)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 # ---------------------------------------------------------------------- URLs

@@ -142,6 +142,8 @@ class _Stepped:
     def commit(self) -> None:
         reach("target.commit")
         super().commit()  # type: ignore[misc]
+        filled = dict(enumerate(self.current().values()))  # type: ignore[attr-defined]
+        reach("target.committed", lambda small: _flip(filled, small))
 
     def rollback(self, error: BaseException) -> bool:
         reach("target.rollback")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,9 @@ def bench(
         list[Path] | None, typer.Option(help="Where to write; may be given several times.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a side.", min=1)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="'cpu' or 'cuda', where the backend moves both.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure a backend between two processes, with the raw costs of the same bytes beside it."""
@@ -38,7 +42,12 @@ def bench(
         raise UnsupportedOperation(
             f"backend {backend!r} has no benchmark: its package {package} has no bench module"
         ) from error
-    result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads)
+    choice = {} if device is None else {"device": device}
+    if choice and "device" not in inspect.signature(module.run).parameters:
+        raise UnsupportedOperation(
+            f"the benchmark of {backend!r} has no choice of device: leave --device out"
+        )
+    result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads, **choice)
     if as_json:
         print(json.dumps(result))
     else:

@@ -12,8 +12,10 @@ from weightwire.errors import (
     PeerLost,
     SessionError,
     UnsupportedOperation,
+    VerificationError,
     WeightWireError,
 )
+from weightwire.fingerprint import Fingerprint
 from weightwire.lifecycle.acts import Transfer
 from weightwire.lifecycle.history import outcome_of
 from weightwire.lifecycle.states import (
@@ -274,6 +276,7 @@ class SenderMachine:
         self, offer: Offer, roster: dict[str, Member], offering: Offering
     ) -> Steps[None]:
         applied: set[str] = set()
+        alike: dict[str, tuple[str, str]] = {}
         while missing := sorted(roster.keys() - applied):
             for receiver_id in missing:
                 member = roster[receiver_id]
@@ -284,6 +287,7 @@ class SenderMachine:
                     self._go_on_without(receiver_id, roster, offering, error)
                 elif record is not None:
                     applied.add(receiver_id)
+                    _compare_installed(offer.policy, receiver_id, record.fingerprint, alike)
                 elif (declined := self._declined(offer, member)) is not None:
                     error = declined.to_error(f"receiver {receiver_id!r} declined")
                     self._go_on_without(receiver_id, roster, offering, error)
@@ -332,6 +336,23 @@ class SenderMachine:
         del roster[receiver_id]
         if not roster and self.capabilities.needs_live_receivers:
             raise error
+
+
+def _compare_installed(
+    policy: Policy,
+    receiver_id: str,
+    fingerprint: Fingerprint | None,
+    alike: dict[str, tuple[str, str]],
+) -> None:
+    """Refuse a replica that made something else of the version than one laid out alike."""
+    if fingerprint is None:
+        return
+    other, bits = alike.setdefault(fingerprint.layout, (receiver_id, fingerprint.bits))
+    if bits != fingerprint.bits:
+        raise VerificationError(
+            f"receivers {other!r} and {receiver_id!r} are laid out alike and hold different bits "
+            f"after {policy}: take both out of service, and compare each with a fresh engine"
+        )
 
 
 def lost_readers(session: Session, observer: LeaseObserver, policy: Policy) -> list[str]:

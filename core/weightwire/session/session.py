@@ -10,8 +10,9 @@ from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from weightwire.deadline import Deadline
-from weightwire.errors import ConfigError, SessionError
+from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session import keys
+from weightwire.session.freshness import Freshness
 from weightwire.session.records import Codec, Record, SessionRecord
 from weightwire.session.store import OpenRequest, SessionStore
 
@@ -58,6 +59,7 @@ class Session:
         self.store = store
         self._read_only = read_only
         self._codec = Codec(token)
+        self._freshness = Freshness()
         self.id = self._join()
 
     @classmethod
@@ -102,9 +104,26 @@ class Session:
         return self.store.url
 
     def read(self, key: str, kind: type[R]) -> R | None:
-        """The record at ``key``, authenticated and decoded, or None."""
-        payload = self.store.get(keys.validate_key(key))
-        return None if payload is None else self._codec.open(key, payload, kind)
+        """The record at ``key``, authenticated and decoded, or None.
+
+        Raises:
+            AuthenticationError: its HMAC is missing or wrong, or it is older than what
+                was read here before.
+            SessionError: malformed, or of another session.
+        """
+        keys.validate_key(key)
+        known_writer, known_sequence = self._freshness.newest(key)
+        payload = self.store.get(key)
+        if payload is None:
+            return None
+        record, writer, sequence = self._codec.open_dated(key, payload, kind)
+        if writer == known_writer and sequence < known_sequence:
+            raise AuthenticationError(
+                f"record {key!r} of session {self.url} is older than one that was read before: "
+                "something puts old records back; find out who else can write to the session"
+            )
+        self._freshness.note(key, writer, sequence)
+        return record
 
     def write(self, key: str, record: Record, *, durable: bool = True) -> None:
         self.store.put(keys.validate_key(key), self._codec.seal(key, record), durable=durable)

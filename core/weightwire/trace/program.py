@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weightwire.errors import TraceError
 from weightwire.table import Region, TensorTable
+from weightwire.trace.compose import through_views
 from weightwire.trace.cover import Box, Extent, as_box
 from weightwire.trace.reads import contiguous, cover_boxes, place, read_box
 from weightwire.trace.tape import Instruction, Kind, Ref, Tape
@@ -27,6 +28,7 @@ from weightwire.trace.tape import Instruction, Kind, Ref, Tape
 __all__ = ["Program", "Run", "compile_tape"]
 
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,17 @@ def compile_tape(tape: Tape, table: TensorTable) -> Program:
     """Plan the reads and the replay of one tape.
 
     Args:
-        tape: its sources have the table's names, aliases included.
+        tape: its sources have the table's names, aliases and views included.
         table: what the trainer sends.
     """
     index = table.index()
     carriers = {**index, **{alias: index[name] for alias, name in table.ties.items()}}
     group_of = {i: g for g, group in enumerate(table.groups) for i in group.tensors}
-    arrives = {weight.name: group_of[carriers[weight.name]] for weight in tape.sources}
-    live = _live(tape.instructions)
+    arrives = {name: group_of[i] for name, i in carriers.items()}
+    for view in table.views:
+        if view.name not in arrives:
+            arrives[view.name] = max(arrives[source] for source in view.sources())
+    live = through_views(_live(tape.instructions), table)
     program = Program()
     program.reads, program.regions = _plan_reads(live, table, carriers)
     groups = sorted({group_of[region.tensor] for region in program.regions})
@@ -234,7 +239,10 @@ class Run:
     """
 
     def __init__(
-        self, program: Program, destination: Callable[[str], Tensor], device: torch.device
+        self,
+        program: Program,
+        destination: Callable[[str], Tensor],
+        device: torch.device = _CPU,
     ) -> None:
         self._program = program
         self._destination = destination

@@ -45,6 +45,7 @@ __all__ = [
     "TransferEngine",
     "TransferInitInfo",
     "TransferUpdateInfo",
+    "absorbed_weights",
     "checkpoint_entries",
     "config_context",
     "drop_moe_kernels",
@@ -421,3 +422,13 @@ def set_packing(enabled: bool) -> Callable[[], None]:
         _custom_ops._supports_onednn = False
         utils.check_cpu_sgl_kernel = _never
     return undo
+
+
+def absorbed_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What MLA layers derive from their weights and keep in plain attributes, by path."""
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name in ("W_UV", "W_UK_T") and isinstance(value, Tensor) and value.numel()
+    }
