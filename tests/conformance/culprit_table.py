@@ -190,7 +190,8 @@ def main() -> int:
     table = Table.load(RESULTS, commit()) or Table(commit(), arguments.seed)
     os.environ["WEIGHTWIRE_SEED"] = str(table.seed)
     with tempfile.TemporaryDirectory() as site:
-        paths = {"PYTHONPATH": culprits.install(Path(site))}
+        known = os.environ.get("PYTHONPATH", "")
+        paths = {"PYTHONPATH": os.pathsep.join([culprits.install(Path(site)), known])}
         pools = [Pool(PATIENCE, paths) for _ in range(arguments.jobs)]
         try:
             fill(table, pools, seconds=arguments.seconds, done=lambda: table.save(RESULTS))
