@@ -119,38 +119,41 @@ def test_pytest_gives_the_same_result(tmp_path: Path) -> None:
     }
 
 
-def test_capabilities_are_pinned() -> None:
+LIVE = {
+    "default_wait": "applied",
+    "needs_live_receivers": True,
+    "serves_finished": False,
+    "ranged_reads": True,
+    "lands_in_place": True,
+    "elastic": True,
+    "whole_tensors": False,
+    "devices": frozenset({"cpu"}),
+    "max_receivers": None,
+    "max_tensor_nbytes": None,
+}
+STORED = {
+    "default_wait": "published",
+    "needs_live_receivers": False,
+    "serves_finished": True,
+    "whole_tensors": True,
+}
+ANY_DEVICE = frozenset({"cpu", "cuda"})
+PINNED = {
+    "memory": {**LIVE, "flow": "pull"},
+    "filesystem": {**LIVE, **STORED, "flow": "store"},
+    "nccl": {**LIVE, "flow": "collective", "elastic": False, "devices": ANY_DEVICE},
+    "nixl": {**LIVE, "flow": "pull", "lands_in_place": False, "devices": ANY_DEVICE},
+}
+
+
+@pytest.mark.parametrize("backend", PINNED)
+def test_capabilities_are_pinned(backend: str) -> None:
     """Declaring less would turn failures into refusals: it takes an edit here, too."""
-    assert registry().backend("memory").capabilities == Capabilities(
-        flow="pull",
-        default_wait="applied",
-        needs_live_receivers=True,
-        serves_finished=False,
-        ranged_reads=True,
-        lands_in_place=True,
-        elastic=True,
-        whole_tensors=False,
-        devices=frozenset({"cpu"}),
-        max_receivers=None,
-        max_tensor_nbytes=None,
-    )
-    assert registry().backend("filesystem").capabilities == Capabilities(
-        flow="store",
-        default_wait="published",
-        needs_live_receivers=False,
-        serves_finished=True,
-        ranged_reads=True,
-        lands_in_place=True,
-        elastic=True,
-        whole_tensors=True,
-        devices=frozenset({"cpu"}),
-        max_receivers=None,
-        max_tensor_nbytes=None,
-    )
+    assert registry().backend(backend).capabilities == Capabilities(**PINNED[backend])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", ["memory", "filesystem"])
+@pytest.mark.parametrize("backend", PINNED)
 @pytest.mark.timeout(1200)
 def test_every_case_over_a_builtin_backend(backend: str, tmp_path: Path) -> None:
     ran = subprocess.run(
