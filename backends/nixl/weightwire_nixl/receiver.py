@@ -17,6 +17,7 @@ from weightwire_nixl.arena import Slots, Words, device_of
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import Owner
 from weightwire_nixl.peers import check_alike, soon
 from weightwire_nixl.pull import Pull
@@ -55,6 +56,7 @@ class NixlReceiver(ReceiverTransport):
         self._context = context
         self._config = config
         self._device = device_of(config.device)
+        self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()
         self._slot_count = 2 if context.overlap else 1
         self.counters = Counters()
@@ -86,7 +88,7 @@ class NixlReceiver(ReceiverTransport):
     def _enter(self, table: TensorTable) -> None:
         """A new agent, with new memory."""
         rank = self._context.rank
-        agent = Agent(f"{self._context.member_id}-{rank}", counters=self.counters)
+        agent = Agent(f"{self._context.member_id}-{rank}", self._fabric.options, self.counters)
         try:
             nbytes = max((plan.nbytes for plan in self._plans.values()), default=0)
             slots = Slots(agent, self._slot_count, nbytes, self._device)
@@ -140,6 +142,7 @@ class NixlReceiver(ReceiverTransport):
                 )
             )
         self.path = "; ".join(sorted(routes)) or "this rank reads nothing"
+        self.path += f"; {self._fabric}"
 
     def _meet(self, agent: Agent, rank: int, carried: bytes) -> Owner:
         who = f"sender rank {rank}"

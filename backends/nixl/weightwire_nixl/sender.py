@@ -17,6 +17,7 @@ from weightwire_nixl.agent import Agent, Counters
 from weightwire_nixl.arena import Slots, Words, device_of
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.peers import check_alike, soon
 from weightwire_nixl.route import Route, choose, describe_endpoint
 from weightwire_nixl.wire import (
@@ -74,6 +75,7 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self._device = device_of(config.device)
+        self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()
         self._turns = 2 if context.overlap else 1
         self.counters = Counters()
@@ -101,7 +103,7 @@ class NixlSender(SenderTransport):
         )
         if self._agent is not None and nbytes <= self._slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
-        agent = Agent(f"sender-{rank}", counters=self.counters)
+        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters)
         try:
             count = self._turns + self._config.max_retired_slots
             slots = Slots(agent, count, nbytes, self._device)
@@ -154,6 +156,7 @@ class NixlSender(SenderTransport):
                     self._release_slots(reader)
         self._forget_gone()
         self.path = "; ".join(sorted(routes)) or "nobody reads from this rank"
+        self.path += f"; {self._fabric}"
 
     def _meet(self, receiver_id: str, rank: int, carried: bytes) -> _Reader:
         who = f"receiver {receiver_id!r} rank {rank}"
