@@ -98,7 +98,7 @@ class NcclWire(Wire):
             raise WireBroken(str(error).splitlines()[0]) from error
 
     def fence(self) -> Callable[[], None]:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # it has no annotations
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # so are the stubs
         event.record(torch.cuda.current_stream(self.device))
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
