@@ -17,6 +17,7 @@ def test_the_benchmark_measures_verified_transfers(capfd):
     assert set(figures["times_raw"]) == modes
     assert all(seconds > 0 for seconds in figures["median"].values())
     assert figures["path"]["staged"].startswith("nixl (pull over CMA")
+    assert figures["path"]["staged"].endswith("; UCX's own choice of devices)")
     assert figures["signal"]["median"] > 0
     assert figures["posting"]["descriptors"] == 10_000
     bench.show(figures)

@@ -164,7 +164,7 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
         return seconds
 
     def move() -> float:
-        if path["staged"].startswith("push"):
+        if "(push" in path["staged"]:
             return side.raw.move()
         return float(engine.ask("move"))
 

@@ -25,7 +25,7 @@ def bench(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a side.", min=1)] = None,
     device: Annotated[
-        str | None, typer.Option(help="'cpu' or 'cuda', where the backend moves both.")
+        str | None, typer.Option(help="'cpu', 'cuda' or 'cuda:0', where the backend can.")
     ] = None,
     receiver_device: Annotated[
         str | None, typer.Option(help="The receiver's, if it is another, such as 'cuda:1'.")
