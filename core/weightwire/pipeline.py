@@ -107,7 +107,7 @@ class FetchPlan:
         for _ in self._groups:
             for turn in itertools.islice(upcoming, len(self._scratches) - len(posted)):
                 group = self._groups[turn][0]
-                watch.check(f"group {group}")
+                watch.check(f"end of group {group}")
                 with phases.timed("wait"):
                     memory, reused = self._memory(turn, transport, target, capabilities)
                     transport.post(group, memory)

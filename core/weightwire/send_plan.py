@@ -18,6 +18,7 @@ from weightwire.digest import Verify, box_digests, tensor_key
 from weightwire.errors import PluginError, TableMismatch
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
+from weightwire.materialise import CheckpointTensors
 from weightwire.report import Phases
 from weightwire.staging import Scratch, Stager
 from weightwire.streaming import Stream
@@ -65,7 +66,7 @@ class SendPlan:
 
     def send(
         self,
-        tensors: Mapping[str, Tensor] | Stream,
+        tensors: CheckpointTensors | Stream,
         transport: SenderTransport,
         capabilities: Capabilities,
         exchange: Exchange,
@@ -83,7 +84,7 @@ class SendPlan:
         """
         total = 0
         for group, layout, pieces in self._groups:
-            watch.check(f"group {group}")
+            watch.check(f"end of group {group}")
             if not layout.places and not pieces:
                 if isinstance(tensors, Stream):
                     with phases.timed("stage"):

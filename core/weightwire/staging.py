@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightwire.copying import copy_all
 from weightwire.layout import lay_out
 
 __all__ = ["Scratch", "Stager"]
@@ -81,7 +82,7 @@ class Stager:
             elif here.type == "cuda":
                 self._download(here, into, of)
             else:
-                torch._foreach_copy_(into, of)
+                copy_all(into, of)
         for event in events:
             event.synchronize()
 
@@ -97,7 +98,7 @@ class Stager:
             # What the caller queued before, on every GPU that takes part, comes first.
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            torch._foreach_copy_(into, of, non_blocking=True)
+            copy_all(into, of, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             event.record(stream)
         for tensor in (*into, *of):
@@ -113,7 +114,7 @@ class Stager:
 
     def _upload(self, gpu: torch.device, into: list[Tensor], of: list[Tensor]) -> None:
         bounced = self._bounce(of, [tensor.dtype for tensor in into])
-        torch._foreach_copy_(bounced, of)  # the cast, on the CPU: fewer bytes cross the bus
+        copy_all(bounced, of)  # the cast, on the CPU: fewer bytes cross the bus
         self._on_side_stream(gpu, into, bounced).synchronize()  # before the buffer is reused
 
     def _download(self, gpu: torch.device, into: list[Tensor], of: list[Tensor]) -> None:
@@ -122,4 +123,4 @@ class Stager:
             return
         bounced = self._bounce(of, [tensor.dtype for tensor in into])
         self._on_side_stream(gpu, bounced, of).synchronize()
-        torch._foreach_copy_(into, bounced)
+        copy_all(into, bounced)

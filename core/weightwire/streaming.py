@@ -53,6 +53,7 @@ class StreamingSource(WeightSource):
             more, at the first ``send``.
         ties: alias to the name that carries its value; aliases may be yielded, and are
             passed over.
+        device: where the tensors that it yields lie.
 
     The order may differ from that of ``specs`` as long as what comes early fits in
     ``group_bytes``; it is held until its group's turn.
@@ -64,11 +65,17 @@ class StreamingSource(WeightSource):
         *,
         specs: Mapping[str, TensorSpec | Tensor] | None = None,
         ties: Mapping[str, str] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._stream = stream
+        self._device = torch.device(device)
         self._given = None if specs is None else {n: _spec(s) for n, s in specs.items()}
         self._specs = self._given
         self._ties = dict(ties or {})
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def tensors(self) -> Mapping[str, Tensor]:
         raise UnsupportedOperation("a StreamingSource has no mapping of tensors: it yields them")
@@ -92,7 +99,7 @@ class StreamingSource(WeightSource):
             wire = dtype_name(rules.for_tensor(name, spec.dtype))
             whole = Shard(0, (0,) * len(spec.shape), spec.shape)
             entries.append(TensorEntry(name, spec.shape, wire, (whole,)))
-        return Resolved(Spec(tuple(entries), self._ties, ordered=True), {}, self)
+        return Resolved(Spec(tuple(entries), self._ties, ordered=True), {}, stream=self)
 
     def open(self, table: TensorTable, rank: int, budget: int) -> Stream:
         """Begin a pass through the iterator.

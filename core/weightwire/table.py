@@ -2,7 +2,8 @@
 
 A table is a value: two tables with equal content have equal digests, on every
 rank and in every process.  It holds tensors with their shards, transfer groups
-in order, and ties.  Nothing from the other side is used before ``validate``.
+in order, ties, and checkpoint views.  Nothing from the other side is used before
+``validate``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 from msgspec import Meta
 
 from weightwire.errors import TableMismatch
+from weightwire.views import View, shape_of
 
 __all__ = [
     "DTYPES",
     "MAX_DIMS",
     "MAX_NAME",
+    "CheckpointTensor",
     "Group",
     "Part",
     "Region",
@@ -228,6 +231,23 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return cls(index, (0,) * len(entry.shape), entry.shape)
 
 
+class CheckpointTensor(msgspec.Struct, frozen=True):
+    """A tensor under a name that an engine loads.
+
+    Attributes:
+        name: checkpoint name.
+        shape: in elements.
+        dtype: wire dtype.
+        view: how it is made of the table's tensors, or None: it is one of them, or
+            an alias of one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    view: View | None = None
+
+
 class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a trainer publishes for one layout.
 
@@ -236,12 +256,15 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tensors: in a fixed order; a tensor's position is its index.
         groups: transfer groups, in the order in which they travel.
         ties: alias name to the name of the tensor that carries its value.
+        views: checkpoint tensors that are made of others.  A tensor of which a view
+            is made isn't a checkpoint tensor itself, unless a view has its name.
     """
 
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 24)]
     groups: Annotated[tuple[Group, ...], Meta(max_length=1 << 24)]
     ties: Annotated[dict[str, str], Meta(max_length=1 << 20)] = {}
+    views: Annotated[tuple[View, ...], Meta(max_length=1 << 24)] = ()
 
     @property
     def nbytes(self) -> int:
@@ -274,8 +297,38 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {entry.name: i for i, entry in enumerate(self.tensors)}
 
     def names(self) -> list[str]:
-        """Every checkpoint name: tensors, then aliases."""
+        """Every name of the trainer's: tensors, then aliases."""
         return [entry.name for entry in self.tensors] + list(self.ties)
+
+    def named(self) -> dict[str, TensorEntry]:
+        """The tensor that has each name, or that carries an alias's value."""
+        return {name: self.tensors[i] for name, i in self._positions().items()}
+
+    def _positions(self) -> dict[str, int]:
+        index = self.index()
+        index.update({alias: index[name] for alias, name in self.ties.items()})
+        return index
+
+    def checkpoint(self) -> list[CheckpointTensor]:
+        """The checkpoint tensors, in the order in which the bytes of each are complete.
+
+        Aliases come right behind the tensor that carries their value.
+        """
+        positions = self._positions()
+        turn = {i: n for n, i in enumerate(i for group in self.groups for i in group.tensors)}
+        shapes = {name: self.tensors[i].shape for name, i in positions.items()}
+        inner = {source for view in self.views for source in view.sources()}
+        found: list[tuple[int, CheckpointTensor]] = []
+        for name, i in positions.items():
+            if name not in inner:
+                entry = self.tensors[i]
+                found.append((turn[i], CheckpointTensor(name, entry.shape, entry.torch_dtype)))
+        for view in self.views:
+            parts = [positions[part.source] for part in view.parts]
+            dtype = self.tensors[parts[0]].torch_dtype
+            tensor = CheckpointTensor(view.name, shape_of(view, shapes), dtype, view)
+            found.append((max(turn[i] for i in parts), tensor))
+        return [tensor for _, tensor in sorted(found, key=lambda item: item[0])]
 
     def encode(self) -> bytes:
         """Canonical bytes of the table."""
@@ -337,6 +390,7 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise TableMismatch(
                     f"tie {alias!r} -> {name!r} doesn't name one tensor and one alias"
                 )
+        self._validate_views()
         self._validate_groups()
 
     def _validate_groups(self) -> None:
@@ -364,6 +418,33 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ):
                 raise TableMismatch(
                     f"tensor {entry.name!r}: its parts in the transfer groups don't make it up"
+                )
+
+    def _validate_views(self) -> None:
+        if not self.views:
+            return
+        positions = self._positions()
+        shapes = {name: self.tensors[i].shape for name, i in positions.items()}
+        inner = {source for view in self.views for source in view.sources()}
+        seen: set[str] = set()
+        for view in self.views:
+            validate_tensor_name(view.name)
+            if view.name in seen or (view.name in positions and view.name not in inner):
+                raise TableMismatch(
+                    f"checkpoint tensor {view.name!r} is in the table twice: names are keys"
+                )
+            seen.add(view.name)
+            shape = shape_of(view, shapes)
+            if len(shape) > MAX_DIMS or math.prod(shape) > _MAX_ELEMENTS:
+                raise TableMismatch(
+                    f"checkpoint tensor {view.name!r} of shape {shape} is too large: "
+                    "run one weightwire version on both sides"
+                )
+            dtypes = {self.tensors[positions[part.source]].dtype for part in view.parts}
+            if len(dtypes) > 1:
+                raise TableMismatch(
+                    f"checkpoint tensor {view.name!r} is made of {', '.join(sorted(dtypes))}: "
+                    "name all of its parts in keep_dtype, or none"
                 )
 
 

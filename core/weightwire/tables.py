@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -11,16 +11,23 @@ from weightwire.blocks import column_blocks
 from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch
 from weightwire.grouping import make_groups
+from weightwire.materialise import checkpoint_table
 from weightwire.sources import Spec
 from weightwire.table import Shard, TensorEntry, TensorTable
+from weightwire.views import View
 
-__all__ = ["build_table"]
+__all__ = ["build_table", "merge_views"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def build_table(
-    specs: Sequence[Spec], group_bytes: int, *, whole: bool = False, blocks: bool = False
+    specs: Sequence[Spec],
+    group_bytes: int,
+    *,
+    whole: bool = False,
+    blocks: bool = False,
+    views: Sequence[View] = (),
 ) -> TensorTable:
     """The table of what the ranks hold together; every rank computes the same one.
 
@@ -30,8 +37,10 @@ def build_table(
     Args:
         specs: by trainer rank.
         group_bytes: budget of a transfer group.
-        whole: each tensor is served by one rank, whoever holds its shards.
+        whole: each tensor is served by one rank, whoever holds its shards; checkpoint
+            tensors are made before they are sent.
         blocks: large matrices lie in slots in blocks of columns.
+        views: checkpoint tensors, of all ranks.
 
     Raises:
         TableMismatch: ranks disagree on a tensor, or its boxes don't tile it.
@@ -70,22 +79,45 @@ def build_table(
         tensors=tensors,
         groups=make_groups(tensors, group_bytes, ordered=any(spec.ordered for spec in specs)),
         ties=ties,
+        views=tuple(views),
     )
     table.validate()
+    if whole and views:
+        return checkpoint_table(table, specs, group_bytes)
     if whole and any(len(entry.shards) > 1 for entry in tensors):
-        table = msgspec.structs.replace(table, tensors=_gather(tensors, len(specs)))
-    if blocks and not whole:
-        cuts = Cuts(table)
-        table = msgspec.structs.replace(
-            table,
-            tensors=tuple(
-                msgspec.structs.replace(
-                    entry, blocks=column_blocks(entry, [part for _, part in cuts.parts(i)])
-                )
-                for i, entry in enumerate(table.tensors)
-            ),
+        return msgspec.structs.replace(table, tensors=_gather(tensors, len(specs)))
+    return _in_blocks(table) if blocks and not whole else table
+
+
+def _in_blocks(table: TensorTable) -> TensorTable:
+    cuts = Cuts(table)
+    tensors = (
+        msgspec.structs.replace(
+            entry, blocks=column_blocks(entry, [part for _, part in cuts.parts(i)])
         )
-    return table
+        for i, entry in enumerate(table.tensors)
+    )
+    return msgspec.structs.replace(table, tensors=tuple(tensors))
+
+
+def merge_views(views: Mapping[int, Sequence[View]]) -> tuple[View, ...]:
+    """The views of all ranks, each once.
+
+    Args:
+        views: by a rank that has them.
+
+    Raises:
+        TableMismatch: two ranks make one checkpoint tensor differently.
+    """
+    merged: dict[str, View] = {}
+    for rank, of_rank in sorted(views.items()):
+        for view in of_rank:
+            if merged.setdefault(view.name, view) != view:
+                raise TableMismatch(
+                    f"checkpoint tensor {view.name!r} is made otherwise on trainer rank {rank}: "
+                    "give all ranks one model"
+                )
+    return tuple(merged.values())
 
 
 def _gather(entries: Sequence[TensorEntry], world_size: int) -> tuple[TensorEntry, ...]:

@@ -22,6 +22,7 @@ from weightwire.cuts import Cuts
 from weightwire.errors import TraceError
 from weightwire.table import Region, TensorTable
 from weightwire.trace.cells import Cells, cut_copies
+from weightwire.trace.compose import through_views
 from weightwire.trace.cover import Extent
 from weightwire.trace.planner import Joined, Piece, Read, plan_reads
 from weightwire.trace.tape import Instruction, Kind, Ref, Tape
@@ -29,6 +30,7 @@ from weightwire.trace.tape import Instruction, Kind, Ref, Tape
 __all__ = ["Program", "Run", "compile_tape"]
 
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -67,19 +69,24 @@ def compile_tape(tape: Tape, table: TensorTable) -> Program:
     """Plan the reads and the replay of one tape.
 
     Args:
-        tape: its sources have the table's names, aliases included.
+        tape: its sources have the table's names, aliases and views included.
         table: what the trainer sends.
     """
     index = table.index()
     carriers = {**index, **{alias: index[name] for alias, name in table.ties.items()}}
     cells = Cells(table)
-    live = cut_copies(_live(tape.instructions), carriers, table, cells)
+    live = through_views(_live(tape.instructions), table)
+    live = cut_copies(live, carriers, table, cells)
     reads = plan_reads(live, table, carriers, cells)
     program = Program(reads.regions, reads=reads.by_ref, pieces=reads.pieces)
     cuts = Cuts(table)
     groups = sorted({cuts.group_of(region) for region in program.regions})
+    arrives = {name: cells.last_group(i) for name, i in carriers.items()}
+    for view in table.views:
+        # A view may have the name of a tensor that it is made of.
+        arrives[view.name] = max(cells.last_group(carriers[name]) for name in view.sources())
     end = len(table.groups)
-    during = [cells.last_group(carriers[weight.name]) for weight in tape.sources]
+    during = [arrives[weight.name] for weight in tape.sources]
     last_use: dict[str | int, int] = {}
     for group, instruction in _schedule(live, reads.by_ref, during):
         at = bisect.bisect_left(groups, group)
@@ -186,7 +193,10 @@ class Run:
     """
 
     def __init__(
-        self, program: Program, destination: Callable[[str], Tensor], device: torch.device
+        self,
+        program: Program,
+        destination: Callable[[str], Tensor],
+        device: torch.device = _CPU,
     ) -> None:
         self._program = program
         self._destination = destination
