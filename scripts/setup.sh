@@ -18,5 +18,5 @@ requirements=$(mktemp)
 trap 'rm -f "$requirements"' EXIT
 "$venv/bin/python" scripts/vllm_requirements.py > "$requirements"
 $pip install --quiet --requirement "$requirements"
-$pip install --quiet --editable '.[vllm,conformance,dev]'
+$pip install --quiet --editable '.[vllm,nixl,conformance,dev]'
 touch "$venv/.ready"

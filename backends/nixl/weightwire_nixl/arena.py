@@ -1,0 +1,124 @@
+"""Registered memory: slots, and words beside them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weightwire.errors import ConfigError, TransferError
+from weightwire_nixl.agent import Agent
+from weightwire_nixl.wire import Arena
+
+__all__ = ["Slots", "Words", "device_of"]
+
+_ALIGNMENT = 4096
+_WORD_STRIDE = 8  # words: a cache line each
+
+
+def device_of(option: str) -> torch.device:
+    """The device that the option ``device`` means in this process.
+
+    Raises:
+        ConfigError: it names a device that isn't there.
+    """
+    if option == "auto":
+        uses_cuda = torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        option = f"cuda:{torch.cuda.current_device()}" if uses_cuda else "cpu"
+    device = torch.device(option)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"nixl option device={option!r}: torch sees no CUDA here; use 'cpu'")
+        if ":" not in option:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"nixl option device={option!r}: this process sees {torch.cuda.device_count()} "
+                "CUDA devices; choose one of them"
+            )
+    return device
+
+
+class Slots:
+    """Equal slots in one piece of registered memory.
+
+    Args:
+        nbytes: of one slot.
+
+    Raises:
+        ConfigError: there isn't that much memory.
+        TransferError: it can't be registered.
+    """
+
+    def __init__(self, agent: Agent, count: int, nbytes: int, device: torch.device) -> None:
+        self.count = count
+        self.slot_nbytes = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
+        self.device = device
+        total = count * self.slot_nbytes
+        try:
+            self._memory = torch.empty(total, dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"{count} slots of {self.slot_nbytes} bytes on {device} can't be allocated: lower "
+                "group_bytes or max_retired_slots, or do without overlap"
+            ) from error
+        agent.register(self._memory, f"an arena of {count} slots")
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    @property
+    def device_id(self) -> int:
+        return 0 if self.device.type == "cpu" else self.device.index
+
+    def slot(self, index: int, nbytes: int) -> Tensor:
+        """The first bytes of a slot, as uint8."""
+        if nbytes > self.slot_nbytes:
+            raise TransferError(f"a group has {nbytes} bytes, a slot {self.slot_nbytes}")
+        begin = index * self.slot_nbytes
+        return self._memory[begin : begin + nbytes]
+
+    def begin(self, index: int) -> int:
+        """Address of a slot."""
+        return self.address + index * self.slot_nbytes
+
+    def describe(self) -> Arena:
+        return Arena(
+            address=self.address,
+            slot_nbytes=self.slot_nbytes,
+            slots=self.count,
+            device=self.device.type,
+            device_id=self.device_id,
+        )
+
+
+class Words:
+    """64-bit words in registered host memory, each in a cache line of its own.
+
+    An aligned word is written and read whole.
+    """
+
+    nbytes = 8
+
+    def __init__(self, agent: Agent, count: int) -> None:
+        self._memory = torch.zeros(max(1, count) * _WORD_STRIDE, dtype=torch.int64)
+        self._values = self._memory.numpy()
+        agent.register(self._memory, f"{count} generation words")
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def address_of(self, index: int) -> int:
+        return word_address(self.address, index)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._values[index * _WORD_STRIDE])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._values[index * _WORD_STRIDE] = value
+
+
+def word_address(base: int, index: int) -> int:
+    """Where a word lies in its owner's memory."""
+    return base + index * _WORD_STRIDE * 8

@@ -1,0 +1,41 @@
+"""Options of the NIXL backend."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from weightwire.contract import BackendConfig
+
+__all__ = ["Direction", "NixlConfig"]
+
+Direction = Literal["auto", "pull", "push"]
+
+
+class NixlConfig(BackendConfig):
+    """Options of the NIXL backend.
+
+    Attributes:
+        direction: who moves the bytes: receivers ``pull`` (READ) or trainers
+            ``push`` (WRITE).  ``auto`` decides for each pair of ranks by the path
+            between them: pull over shared memory, NVLink and RDMA, push over TCP
+            and between processes on one GPU.  Equal on both sides.
+        unsafe_pull: allow ``direction="pull"`` over TCP, where a receiver that dies
+            in the midst of a read can abort the trainer's process.
+        device: where arenas lie: ``auto`` (the current CUDA device if this process
+            uses CUDA, else host memory), ``cpu``, ``cuda`` or ``cuda:N``.
+        zero_copy: serve the trainer's own tensors where their dtype is the one on the
+            wire and they are contiguous, instead of copying them into slots first.
+            Their memory is registered, and stays allocated as long as this sender.
+        max_retired_slots: slots that may be set aside, because a transfer that can't
+            be cancelled may still touch them, before this rank refuses to go on.
+            A trainer rank reserves the memory for them at set-up, beside its one
+            slot (two with ``overlap``).
+    """
+
+    direction: Direction = "auto"
+    unsafe_pull: bool = False
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    zero_copy: bool = False
+    max_retired_slots: int = Field(default=2, ge=0, le=64)

@@ -1,0 +1,62 @@
+"""What both sides do with the other side's metadata."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from weightwire.contract import Context
+from weightwire.errors import ConfigError, PeerLost
+from weightwire.session import process
+from weightwire_nixl.wire import ReaderInfo, SenderInfo
+
+__all__ = ["check_alike", "soon"]
+
+_LOOKS = 40
+_PAUSE = 0.0001
+
+
+def soon(condition: Callable[[], bool]) -> Callable[[], bool]:
+    """``condition``, looked at for some milliseconds on end.
+
+    ``Watch.until`` pauses up to 20 ms between two looks, which is longer than a
+    group takes; this notices what happens within tenths of a millisecond, and still
+    sleeps between two looks, because the peer may need the core.
+    """
+
+    def looked() -> bool:
+        for _ in range(_LOOKS):
+            if condition():
+                return True
+            time.sleep(_PAUSE)
+        return False
+
+    return looked
+
+
+def check_alike(
+    context: Context,
+    ours: SenderInfo | ReaderInfo,
+    theirs: SenderInfo | ReaderInfo,
+    who: str,
+) -> None:
+    """Refuse metadata of another session, of a dead process, or with other options.
+
+    Raises:
+        PeerLost: the peer is of another session, or gone.
+        ConfigError: the two sides were opened with different options.
+    """
+    if theirs.session != context.session_id:
+        raise PeerLost(
+            f"{who} describes itself as of session {theirs.session!r}, this is "
+            f"{context.session_id!r}: restart it"
+        )
+    if process.is_gone(theirs.process):
+        raise PeerLost(f"{who} is gone: restart it, and send again")
+    for option in ("direction", "unsafe_pull"):
+        here, there = getattr(ours, option), getattr(theirs, option)
+        if here != there:
+            raise ConfigError(
+                f"nixl option {option!r} is {here!r} here and {there!r} at {who}: give both sides "
+                "the same"
+            )
