@@ -157,7 +157,9 @@ class Owner(_End):
         shards: Mapping[int, Shard],
     ) -> None:
         boxes = [
-            _cut(tensors[piece.tensor], piece, shards[piece.tensor].offsets)
+            tensors[piece.tensor]
+            if piece.is_shard
+            else _cut(tensors[piece.tensor], piece, shards[piece.tensor].offsets)
             for piece in message.pieces
         ]
         as_it_lies = _travels(boxes, self.epoch.device)
@@ -255,7 +257,9 @@ class Reader(_End):
 
     def _receive(self, channel: Channel, message: Message, memory: Mapping[int, Tensor]) -> None:
         boxes = [
-            _cut(memory[piece.region], piece, self._regions[piece.region].offsets)
+            memory[piece.region]
+            if piece.is_region
+            else _cut(memory[piece.region], piece, self._regions[piece.region].offsets)
             for piece in message.pieces
         ]
         in_place = _travels(boxes, self.epoch.device)

@@ -45,6 +45,8 @@ class Piece:
         region: position in the reader's regions.
         tensor: index into the table's tensors.
         begin, end: in the tensor's global index space.
+        is_shard, is_region: whether it is all of the owner's shard, or of the region;
+            with thousands of small tensors cutting each costs more than sending them.
     """
 
     region: int
@@ -52,6 +54,8 @@ class Piece:
     begin: Point
     end: Point
     nbytes: int
+    is_shard: bool
+    is_region: bool
 
     @property
     def sizes(self) -> Point:
@@ -128,7 +132,9 @@ class ReadPlan:
             return
         itemsize = self._table.tensors[region.tensor].torch_dtype.itemsize
         for low, high, nbytes in _split(begin, end, itemsize, self._bucket_bytes):
-            yield Piece(position, region.tensor, low, high, nbytes)
+            sizes = tuple(e - b for b, e in zip(low, high, strict=True))
+            is_shard, is_region = sizes == shard.sizes, sizes == region.sizes
+            yield Piece(position, region.tensor, low, high, nbytes, is_shard, is_region)
 
     def _messages(self, pieces: Sequence[Piece]) -> Iterator[Message]:
         most = min(PACKED, self._bucket_bytes)

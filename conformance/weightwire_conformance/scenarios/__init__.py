@@ -7,6 +7,7 @@ THEMES = {
     "placements": "shards of any placement become whole tensors",
     "versions": "versions follow each other",
     "membership": "receivers and senders come and go",
+    "worlds": "sides of several ranks act as one",
     "failures": "a failure is told, and doesn't last",
     "deadlines": "no wait outlasts its deadline",
     "tables": "what doesn't fit is refused before a byte moves",
