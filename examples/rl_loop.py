@@ -11,7 +11,7 @@ from pathlib import Path
 
 import weightwire
 from weightwire_vllm.demo import Actor, Policy
-from weightwire_vllm.models import CheckpointSource, save_checkpoint, tiny_model
+from weightwire_vllm.models import save_checkpoint, tiny_model
 
 STEPS, BATCH = 12, 64
 
@@ -29,7 +29,7 @@ def main() -> None:
             weightwire.open_sender(
                 {"backend": "filesystem", "checkpoint_files": str(checkpoint), "keep": 2},
                 session=session,
-                source=CheckpointSource(policy.model),
+                source=policy.model,
                 wire_dtype="bfloat16",
             ) as sender,
         ):

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from weightwire.errors import ConfigError, TransferError, TransferTimeout
+from weightwire.errors import Cancelled, ConfigError, TransferTimeout
 
-__all__ = ["Cancelled", "Deadline", "Watch", "calling", "patience"]
+__all__ = ["Deadline", "Watch", "calling", "patience"]
 
 T = TypeVar("T")
 
@@ -24,10 +24,6 @@ _LAST_PAUSE = 0.02
 _LEAST_PATIENCE = 0.2
 
 _thread = threading.local()
-
-
-class Cancelled(TransferError):
-    """The caller gave up (``asyncio`` cancellation, or ``close`` from another thread)."""
 
 
 class Deadline:
@@ -166,14 +162,19 @@ class Watch:
         condition: Callable[[], T | None],
         waiting_for: str,
         missing: Callable[[], Sequence[str]] = tuple,
+        rest: Callable[[float], object] | None = None,
     ) -> T:
         """Poll ``condition`` until it returns something true.
 
         Args:
-            condition: cheap and without side effects; polled with pauses from
-                0.2 ms up to 20 ms.
+            condition: cheap; polled with pauses from 0.2 ms up to 20 ms.  It may be
+                evaluated any number of times, also after it held: it may make progress,
+                but nothing may depend on how often it ran.
             waiting_for: noun for the message, such as ``"credits of group 3"``.
             missing: who hasn't answered yet, for the message.
+            rest: passes the time between two looks, at most so many seconds, and
+                returns early when there may be something new, such as
+                ``threading.Event.wait``.
 
         Raises:
             TransferTimeout: the deadline passed; names ``missing``.
@@ -186,13 +187,14 @@ class Watch:
                 return value
             if self._failure is not None or self.deadline.passed():
                 self.check(waiting_for, missing())
-            self.pause(pause)
+            if rest is None:
+                self.pause(pause)
+            else:
+                rest(min(_LAST_PAUSE, self.deadline.remaining()))
             pause = min(pause * 1.5, _LAST_PAUSE)
 
 
 def timeout_message(seconds: float, waiting_for: str, missing: Sequence[str]) -> str:
     who = f" from {', '.join(missing)}" if missing else ""
-    return (
-        f"no {waiting_for}{who} within {seconds:g} s: "
-        "check that it is alive (`weightwire inspect`), or raise the timeout"
-    )
+    remedy = "check that it is alive (`weightwire inspect`), or raise" if missing else "raise"
+    return f"no {waiting_for}{who} within {seconds:g} s: {remedy} the timeout"

@@ -130,11 +130,32 @@ def _gather(
     if flats[0].device.type == "cpu":
         parts = [flat.numpy()[at] for flat, at in zip(flats, places, strict=True)]
         return np.concatenate([part.astype(np.int64) for part in parts]).view(np.uint64)
-    on_device = [
-        flat[torch.from_numpy(at).to(flat.device)].to(torch.int64)
-        for flat, at in zip(flats, places, strict=True)
-    ]
-    return torch.cat(on_device).cpu().numpy().view(np.uint64)
+    return _gather_on_device(flats, places)
+
+
+def _gather_on_device(flats: Sequence[Tensor], places: Sequence[NDArray[np.int64]]) -> U64:
+    """One kernel for all tensors of one storage and element size, not one for each tensor.
+
+    A group's tensors lie in one slot, so that thousands of them cost what one does.
+    """
+    begins = np.cumsum([0, *(len(at) for at in places)])
+    found = np.empty(begins[-1], np.int64)
+    together: dict[tuple[int, int], list[int]] = {}
+    for i, flat in enumerate(flats):
+        key = (flat.untyped_storage().data_ptr(), flat.element_size())
+        together.setdefault(key, []).append(i)
+    for (address, size), chosen in together.items():
+        first = flats[chosen[0]]
+        storage = torch.empty(0, dtype=first.dtype, device=first.device)
+        storage.set_(first.untyped_storage())
+        index = np.concatenate(
+            [places[i] + (flats[i].data_ptr() - address) // size for i in chosen]
+        )
+        bits = storage[torch.from_numpy(index).to(first.device)].to(torch.int64).cpu().numpy()
+        ends = np.cumsum([len(places[i]) for i in chosen])
+        for i, part in zip(chosen, np.split(bits, ends[:-1]), strict=True):
+            found[begins[i] : begins[i + 1]] = part
+    return found.view(np.uint64)
 
 
 def sample_places(total: int, key: int, version: int) -> Tensor:

@@ -14,7 +14,8 @@
     ├── TransferError             a version didn't arrive
     │   ├── TransferTimeout       a deadline passed; names who is missing
     │   ├── PeerLost              a member died or gave up; names it
-    │   └── VerificationError     bytes arrived that aren't the bytes sent
+    │   ├── VerificationError     bytes arrived that aren't the bytes sent
+    │   └── Cancelled             this side gave up: its task was cancelled, or it was closed
     ├── UnsupportedOperation      the backend doesn't declare this capability
     └── HandleError               a closed, forked or busy handle was called
 
@@ -28,6 +29,7 @@ __all__ = [
     "AuthenticationError",
     "BackendNotFound",
     "BackendUnavailable",
+    "Cancelled",
     "ConfigError",
     "HandleError",
     "PeerLost",
@@ -93,6 +95,10 @@ class PeerLost(TransferError):
 
 class VerificationError(TransferError):
     """What arrived isn't what was sent."""
+
+
+class Cancelled(TransferError):
+    """The caller gave up: its task was cancelled, or another thread closed the handle."""
 
 
 class UnsupportedOperation(WeightWireError):

@@ -19,26 +19,44 @@ from torch import Tensor
 
 from weightwire.contract import Policy
 from weightwire.deadline import Watch
-from weightwire.errors import PeerLost, WeightWireError
+from weightwire.errors import PeerLost, UnsupportedOperation, WeightWireError
+from weightwire.layout import cut_out
+from weightwire.materialise import CheckpointTensors, whole_holders
 from weightwire.session import keys
 from weightwire.session.lease import Member
 from weightwire.session.rendezvous import SessionRendezvous
 from weightwire.session.session import Session
 from weightwire.sources import Spec
-from weightwire.table import TensorTable
+from weightwire.table import Part, TensorEntry, TensorTable
+from weightwire.trace.cover import Box
+from weightwire.trace.extents import box_of
+from weightwire.views import View
 
 __all__ = ["Exchange", "ExchangePlan", "Piece"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor on its way from the rank that holds it to the tensor's owner."""
+    """A box of a tensor on its way from the rank that holds it to the tensor's owner.
+
+    Attributes:
+        tensor: index into the table's tensors.
+        offsets, sizes: the box, in the dimensions of the source.
+        source: name of the trainer's tensor that it is cut out of.
+        held: first index of the larger box that the holder has.
+        landed: first index of the box that the owner puts together in this group.
+        frame: extent of that box in the dimensions of the source.
+    """
 
     tensor: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     holder: int
     owner: int
+    source: str
+    held: tuple[int, ...]
+    landed: tuple[int, ...]
+    frame: tuple[int, ...]
 
 
 class ExchangePlan:
@@ -47,9 +65,20 @@ class ExchangePlan:
     Args:
         table: each tensor has one shard, the whole of it, and so one owner.
         specs: what each rank holds.
+        views: tensors of the table that are made of the trainer's.
+
+    Raises:
+        UnsupportedOperation: a tensor that no rank can make alone is no box of one source.
     """
 
-    def __init__(self, table: TensorTable, specs: Sequence[Spec]) -> None:
+    def __init__(
+        self, table: TensorTable, specs: Sequence[Spec], views: Sequence[View] = ()
+    ) -> None:
+        self._views = {view.name: view for view in views}
+        self._shapes = {entry.name: entry.shape for spec in specs for entry in spec.entries}
+        self._ties = {alias: name for spec in specs for alias, name in spec.ties.items()}
+        self._shapes.update({a: self._shapes[n] for a, n in self._ties.items()})
+        holders = whole_holders(specs)
         held: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
         for rank, spec in enumerate(specs):
             for entry in spec.entries:
@@ -58,19 +87,59 @@ class ExchangePlan:
                     rank
                 )
         self._groups: list[tuple[Piece, ...]] = []
-        for members in table.groups:
+        for group, members in enumerate(table.groups):
             pieces = []
             for i in members.tensors:
                 entry = table.tensors[i]
+                if not entry.numel:
+                    continue
                 owner = entry.shards[0].owner
-                boxes = {box: ranks for box, ranks in held[entry.name].items() if 0 not in box[1]}
-                if any(owner in ranks and box[1] == entry.shape for box, ranks in boxes.items()):
+                sources = self._sources(entry.name)
+                if all(owner in holders.get(source, ()) for source in sources):
                     continue  # its owner holds it whole
+                source, frame = self._frame(entry)
+                landed = _in_source(table.part(group, i), entry.shape, frame)
+                boxes = {box: ranks for box, ranks in held[source].items() if 0 not in box[1]}
                 for (offsets, sizes), ranks in sorted(boxes.items()):
                     # Spread over the replicas of a box, but keep it where it is if it is there.
                     holder = owner if owner in ranks else ranks[i % len(ranks)]
-                    pieces.append(Piece(i, offsets, sizes, holder, owner))
+                    here = landed.meet(offsets, sizes)
+                    if here is not None:
+                        pieces.append(
+                            Piece(
+                                tensor=i,
+                                offsets=here.offsets,
+                                sizes=here.sizes,
+                                holder=holder,
+                                owner=owner,
+                                source=source,
+                                held=offsets,
+                                landed=landed.offsets,
+                                frame=landed.sizes,
+                            )
+                        )
             self._groups.append(tuple(pieces))
+
+    def _sources(self, name: str) -> set[str]:
+        view = self._views.get(name)
+        sources = {name} if view is None else view.sources()
+        return {self._ties.get(source, source) for source in sources}
+
+    def _frame(self, entry: TensorEntry) -> tuple[str, Box]:
+        """The one source of a tensor, and the box of it that the tensor is."""
+        view = self._views.get(entry.name)
+        if view is None:
+            (source,) = self._sources(entry.name)
+            return source, Box((0,) * len(entry.shape), entry.shape)
+        box = box_of(view, self._shapes)
+        if box is None:
+            raise UnsupportedOperation(
+                f"checkpoint tensor {entry.name!r} rearranges tensors that are sharded over the "
+                "trainer's ranks, which a backend that writes whole tensors can't do: choose one "
+                "with ranged reads from the trainer, or keep those tensors unsharded"
+            )
+        (source,) = self._sources(entry.name)
+        return source, box
 
     def of_group(self, group: int) -> tuple[Piece, ...]:
         return self._groups[group]
@@ -122,7 +191,7 @@ class Exchange:
         self,
         table: TensorTable,
         pieces: Sequence[Piece],
-        tensors: Mapping[str, Tensor],
+        tensors: CheckpointTensors,
         whole: Mapping[int, Tensor],
     ) -> None:
         """Bring one group's boxes to their owners.
@@ -131,7 +200,7 @@ class Exchange:
             pieces: of the group, in an order that is the same on every rank.
             tensors: this rank's tensors by name.
             whole: by tensor index, the contiguous tensor of the wire dtype that
-                this rank puts together.
+                this rank puts together: what of it travels in this group.
         """
         works: list[Any] = []
         arrivals: list[tuple[Tensor, Tensor]] = []
@@ -139,11 +208,15 @@ class Exchange:
             for tag, piece in enumerate(pieces):
                 entry = table.tensors[piece.tensor]
                 if self._rank == piece.owner:
-                    box = whole[piece.tensor]
-                    for dim, (at, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-                        box = box.narrow(dim, at, size)
+                    box = cut_out(
+                        whole[piece.tensor].view(piece.frame),
+                        piece.offsets,
+                        piece.sizes,
+                        piece.landed,
+                    )
                     if self._rank == piece.holder:
-                        box.copy_(tensors[entry.name])
+                        held = tensors.source(piece.source)
+                        box.copy_(cut_out(held, piece.offsets, piece.sizes, piece.held))
                         continue
                     landing = (
                         box
@@ -153,7 +226,9 @@ class Exchange:
                     arrivals.append((box, landing))
                     works.append(self._group.recv([_raw(landing)], piece.holder, tag))
                 elif self._rank == piece.holder:
-                    local = tensors[entry.name].to(entry.torch_dtype).contiguous()
+                    held = tensors.source(piece.source)
+                    local = cut_out(held, piece.offsets, piece.sizes, piece.held)
+                    local = local.to(entry.torch_dtype).contiguous()
                     works.append(self._group.send([_raw(local)], piece.owner, tag))
                     arrivals.append((local, local))  # kept alive until it is sent
             if works:
@@ -200,8 +275,28 @@ class Exchange:
         ) from failure[0]
 
 
+def _in_source(part: Part, shape: Sequence[int], frame: Box) -> Part:
+    """What travels of a tensor, as a box of its source.
+
+    Args:
+        part: in the tensor's dimensions.
+        shape: of the tensor.
+        frame: the box of the source that the tensor is; the two differ in dimensions
+            of one element.
+    """
+    real = [dim for dim, size in enumerate(shape) if size > 1]
+    inner = iter((part.offsets[dim], part.sizes[dim]) for dim in real)
+    offsets, sizes = [], []
+    for begin, end in zip(frame.start, frame.stop, strict=True):
+        at, size = next(inner) if end - begin > 1 else (0, 1)
+        offsets.append(begin + at)
+        sizes.append(size)
+    return Part(tuple(offsets), tuple(sizes))
+
+
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    # Contiguous: but a tensor of one element may say any stride, which view() refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _timeout(seconds: float) -> datetime.timedelta:

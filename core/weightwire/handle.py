@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import torch.distributed
 
 from weightwire.config import BackendChoice, select
+from weightwire.contract import Backend
 from weightwire.deadline import Deadline, Watch, calling
-from weightwire.errors import ConfigError, HandleError
+from weightwire.errors import ConfigError, HandleError, UnsupportedOperation
 
-__all__ = ["Handle", "close_all", "ranks_of"]
+__all__ = ["Handle", "close_all", "ranks_of", "slot_device"]
 
 T = TypeVar("T")
 
@@ -191,6 +192,32 @@ def ranks_of(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} isn't below world_size {world_size}: count ranks from 0")
     return rank, world_size
+
+
+def slot_device(wanted: str | None, own: torch.device, backend: Backend) -> torch.device:
+    """Where a transport's slots should lie.
+
+    Args:
+        wanted: what the caller asked for.
+        own: where the tensors lie.
+
+    Raises:
+        ConfigError: ``wanted`` is no device.
+        UnsupportedOperation: the backend can't use it.
+    """
+    devices = backend.capabilities.devices
+    if wanted is None:
+        return own if own.type in devices else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={wanted!r} is no device: write 'cpu' or 'cuda:0'") from error
+    if device.type not in devices:
+        raise UnsupportedOperation(
+            f"backend {backend.name!r} can't use device {wanted!r}, only "
+            f"{', '.join(sorted(devices))}: leave device= out, or choose another backend"
+        )
+    return device
 
 
 def close_all(*closers: Callable[[], object]) -> None:

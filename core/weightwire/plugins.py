@@ -162,6 +162,13 @@ class Registry:
             [*self._backends, *self._broken], key=lambda item: (item.name, item.distribution)
         )
 
+    def distribution_of(self, backend: Backend) -> str:
+        """Where a backend comes from, for messages."""
+        for item in self._backends:
+            if item.value is backend:
+                return item.distribution
+        return "this process"
+
     def backend_names(self) -> list[str]:
         return sorted({item.name for item in self._backends})
 
@@ -214,15 +221,16 @@ def probe(backend: Backend, seconds: float = PROBE_SECONDS) -> None:
     Raises:
         BackendUnavailable: it can't run here, or its probe failed or hangs.
     """
+    who = f"backend {backend.name!r} of {registry().distribution_of(backend)}"
     _within(
         backend.probe,
         seconds,
         BackendUnavailable(
-            f"backend {backend.name!r} didn't finish its probe within {seconds:g} s: "
-            "its library hangs on this machine"
+            f"{who} didn't finish its probe within {seconds:g} s: its library hangs on this "
+            "machine; choose another backend, or upgrade it"
         ),
         lambda error: BackendUnavailable(
-            f"backend {backend.name!r} can't run here ({type(error).__name__}: {error})"
+            f"{who} can't run here ({type(error).__name__}: {error}): upgrade or remove it"
         ),
     )
 

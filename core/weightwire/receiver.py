@@ -20,7 +20,7 @@ from weightwire.errors import (
     SessionError,
     WeightWireError,
 )
-from weightwire.handle import Handle, close_all, ranks_of
+from weightwire.handle import Handle, close_all, ranks_of, slot_device
 from weightwire.lifecycle import (
     Commit,
     Install,
@@ -127,6 +127,7 @@ class WeightReceiver(Handle):
                 incarnation=self._member.incarnation,
                 overlap=self._options.overlap,
                 watch=self._watch,
+                device=slot_device(self._options.device, self._target.device, self._backend),
             )
         )
 
@@ -469,6 +470,7 @@ def open_receiver(
     group: torch.distributed.ProcessGroup | None = None,
     token: str | None = None,
     overlap: bool = False,
+    device: str | None = None,
     lease_ttl: float = 10.0,
     timeout: float = 600.0,
     open_timeout: float = 60.0,
@@ -485,6 +487,8 @@ def open_receiver(
         token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
         overlap: two slots instead of one: a group arrives while the one before it is
             verified and written, where the transport can bring it meanwhile.
+        device: where slots lie (``cpu``, ``cuda:0``); by default where the target does, if
+            the backend can receive there.
         lease_ttl: seconds of silence after which this replica counts as dead.
         timeout: seconds for a ``receive``.
         open_timeout: seconds for reaching the session.
@@ -502,6 +506,7 @@ def open_receiver(
         world_size=world_size,
         token=token,
         overlap=overlap,
+        device=device,
         lease_ttl=lease_ttl,
         timeout=timeout,
         open_timeout=open_timeout,

@@ -10,6 +10,7 @@ import msgspec
 from weightwire.contract import Capabilities, Offer, Policy, ReceiverTransport, checked_description
 from weightwire.deadline import Deadline, Watch
 from weightwire.errors import SessionError, TableMismatch, WeightWireError
+from weightwire.fingerprint import Fingerprint, combine_fingerprints
 from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan, combine
@@ -137,8 +138,10 @@ class Replica:
         self._check_senders(offer, table)
         self._table_digest = ""
         regions = tuple(self._target.plan(table))
-        self._transport.set_plan(table, regions)
-        self._plan = FetchPlan(table, regions, overlap=self._overlap)
+        pieces = self._target.takes_pieces
+        plan = FetchPlan(table, regions, pieces=pieces, overlap=self._overlap)
+        self._transport.set_plan(table, plan.regions)
+        self._plan = plan
         self._table_digest = offer.table_digest
 
     def _check_senders(self, offer: Offer, table: TensorTable) -> None:
@@ -183,15 +186,18 @@ class Replica:
         assert attempt.offer is not None  # noqa: S101 - begun
         assert self._plan is not None  # noqa: S101 - prepared
         error: BaseException | None = None
+        payload = b""
         try:
             with attempt.phases.timed("finalize"):
                 self._target.commit()
+            with attempt.phases.timed("verify"):
+                payload = self._fingerprint(attempt.offer)
         except BaseException as caught:
             if self._agreement.alone:
                 raise
             error = caught
         with attempt.phases.timed("commit"):
-            yield from self._agreement.agree("committed", b"", error)
+            payloads = yield from self._agreement.agree("committed", payload, error)
             # Rank 0 reports the version as applied only when the others need no record more.
             self._agreement.acknowledge("settled")
             if self._agreement.leads:
@@ -202,6 +208,15 @@ class Replica:
             nbytes=self._plan.nbytes,
             seconds=time.perf_counter() - attempt.began,
             digest=combine(attempt.total, attempt.offer.verify),
+            fingerprint=combine_fingerprints(
+                [msgspec.msgpack.decode(payload, type=Fingerprint | None) for payload in payloads]
+            ),
+        )
+
+    def _fingerprint(self, offer: Offer) -> bytes:
+        verifies = offer.verify != "off"
+        return msgspec.msgpack.encode(
+            self._target.fingerprint(offer.policy.version) if verifies else None
         )
 
     def roll_back(self, attempt: Attempt, error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
@@ -20,7 +20,7 @@ from weightwire.deadline import Deadline, calling
 from weightwire.digest import Verify
 from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.grouping import DEFAULT_GROUP_BYTES
-from weightwire.handle import Handle, close_all, ranks_of
+from weightwire.handle import Handle, close_all, ranks_of, slot_device
 from weightwire.lifecycle import Offering, SenderMachine, Transfer, lost_readers
 from weightwire.lifecycle.retention import Retention
 from weightwire.options import SenderOptions, make_options
@@ -134,6 +134,7 @@ class WeightSender(Handle):
                 incarnation=self._member.incarnation,
                 overlap=self._options.overlap,
                 watch=self._watch,
+                device=slot_device(self._options.device, self._source.device, self._backend),
                 goes_on_without_lost=self._goes_on_without_lost,
             )
         )
@@ -419,6 +420,7 @@ def open_sender(
     group_bytes: int = DEFAULT_GROUP_BYTES,
     verify: Verify = "sample",
     overlap: bool = False,
+    device: str | None = None,
     resume_from: int | None = None,
     min_receivers: int = 1,
     on_receiver_loss: Literal["fail", "continue"] = "fail",
@@ -440,6 +442,8 @@ def open_sender(
         group_bytes: budget of a transfer group, in bytes.
         verify: how much of each tensor receivers compare with the sender's digest.
         overlap: two slots instead of one: a group is staged while the last one is read.
+        device: where slots lie (``cpu``, ``cuda:0``); by default where the source does, if
+            the backend can send from there.
         resume_from: last version of earlier senders that stays readable; without it
             none does.
         min_receivers: receivers that must have joined before a version is offered
@@ -464,10 +468,11 @@ def open_sender(
         world_size=world_size,
         token=token,
         wire_dtype=wire_dtype,
-        keep_dtype=(keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype),
+        keep_dtype=_patterns(keep_dtype),
         group_bytes=group_bytes,
         verify=verify,
         overlap=overlap,
+        device=device,
         resume_from=resume_from,
         min_receivers=min_receivers,
         on_receiver_loss=on_receiver_loss,
@@ -476,3 +481,10 @@ def open_sender(
         open_timeout=open_timeout,
     )
     return WeightSender(backend, session, source, options)
+
+
+def _patterns(names: object) -> object:
+    """One pattern is as good as a list of one; anything else is for validation to refuse."""
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names) if isinstance(names, Iterable) else names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,10 +17,13 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from weightwire.conversion import ModuleViews
+from weightwire.devices import device_of
 from weightwire.errors import ConfigError
 from weightwire.names import checkpoint_names
 from weightwire.placements import local_box
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
+from weightwire.views import View
 
 __all__ = [
     "MappingSource",
@@ -38,7 +41,7 @@ class WeightSource(ABC):
     """The weights of one trainer rank.
 
     ``tensors`` is called once per ``send``, on every trainer rank, and again
-    never: what it returns is read until ``send`` returns.
+    never: what it returns is read until ``send`` returns.  ``views`` follows it.
     """
 
     @abstractmethod
@@ -48,6 +51,22 @@ class WeightSource(ABC):
         Values may be views, of any stride; several names may share storage.  A
         DTensor stands for the shard that lies on this rank.
         """
+
+    @property
+    def device(self) -> torch.device:
+        """Where transports should stage this rank's tensors, unless they are told otherwise."""
+        return torch.device("cpu")
+
+    def views(self, given: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Sequence[View]:
+        """Checkpoint tensors that are made of ``tensors``; by default they are those.
+
+        ``weightwire.views.record_views(given, convert)`` makes them by running the
+        trainer's own conversion on tensors without data.
+
+        Args:
+            given: global shape and dtype of each tensor, by name.
+        """
+        return ()
 
 
 class MappingSource(WeightSource):
@@ -63,22 +82,36 @@ class MappingSource(WeightSource):
     def tensors(self) -> Mapping[str, Tensor]:
         return self._mapping
 
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._mapping.values())
+
 
 class ModuleSource(WeightSource):
     """A module: its parameters and persistent buffers, by ``state_dict`` semantics.
 
     Wrapper prefixes of FSDP, ``torch.compile`` and the like are stripped from
-    names at any depth.
+    names at any depth.  Where a ``transformers`` model keeps its weights in another
+    layout than its checkpoints (fused experts), it is sent as it lies, with views
+    that say what each checkpoint tensor is.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._views = ModuleViews(module)
 
     def tensors(self) -> Mapping[str, Tensor]:
         state = self._module.state_dict(keep_vars=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         names = checkpoint_names(tensors)
         return {names[name]: value for name, value in tensors.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._module.parameters())
+
+    def views(self, given: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Sequence[View]:
+        return self._views.of(given)
 
 
 def as_source(source: nn.Module | Mapping[str, Tensor] | WeightSource) -> WeightSource:
@@ -140,10 +173,12 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         entries: in order; each has one shard, whose owner says nothing yet.
         ties: alias to carrier.
+        views: digest under which this rank's views are in the session, or empty.
     """
 
     entries: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 24)]
     ties: Annotated[dict[str, str], Meta(max_length=1 << 20)]
+    views: Annotated[str, Meta(max_length=64)] = ""
 
 
 @dataclass(frozen=True)
@@ -153,14 +188,16 @@ class Resolved:
     Attributes:
         spec: what this rank holds.
         tensors: this rank's tensor (a shard, where it is sharded) by name.
+        views: checkpoint tensors that are made of them.
     """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
+    views: tuple[View, ...] = ()
 
 
 def resolve(source: WeightSource, rules: WireRules) -> Resolved:
-    """Read a source: names, shapes, wire dtypes, boxes, ties.
+    """Read a source: names, shapes, wire dtypes, boxes, ties, views.
 
     Two names tie when their tensors are one object, or one piece of memory seen
     the same way; the first carries the value.
@@ -177,9 +214,11 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     # All at once, and kept: a mapping may make its values on access, and an object that is
     # gone leaves its identity to the next one.
     items = list(tensors.items())
+    given: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in items:
         validate_tensor_name(name)
         box = local_box(name, tensor)
+        given[name] = (box.shape, tensor.dtype)
         identities = _identities(tensor, box.local)
         carrier = next((carriers[key] for key in identities if key in carriers), None)
         wire = dtype_name(rules.for_tensor(name, tensor.dtype))
@@ -195,7 +234,7 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
         carriers.update(dict.fromkeys(identities, name))
         entries.append(TensorEntry(name, box.shape, wire, (Shard(0, box.offsets, box.sizes),)))
         values[name] = box.local
-    return Resolved(Spec(tuple(entries), ties), values)
+    return Resolved(Spec(tuple(entries), ties), values, tuple(source.views(given)))
 
 
 def _identities(tensor: Tensor, local: Tensor) -> list[tuple[object, ...]]:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from weightwire.errors import TableMismatch
 from weightwire.grouping import make_groups
+from weightwire.materialise import checkpoint_table
 from weightwire.sources import Spec
 from weightwire.table import Shard, TensorEntry, TensorTable
+from weightwire.views import View
 
-__all__ = ["build_table"]
+__all__ = ["build_table", "merge_views"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False) -> TensorTable:
+def build_table(
+    specs: Sequence[Spec],
+    group_bytes: int,
+    *,
+    whole: bool = False,
+    views: Sequence[View] = (),
+) -> TensorTable:
     """The table of what the ranks hold together; every rank computes the same one.
 
     A box that several ranks hold is served by one of them: the bytes are spread
@@ -26,7 +34,9 @@ def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False)
     Args:
         specs: by trainer rank.
         group_bytes: budget of a transfer group.
-        whole: each tensor is served by one rank, whoever holds its shards.
+        whole: each tensor is served by one rank, whoever holds its shards; checkpoint
+            tensors are made before they are sent.
+        views: checkpoint tensors, of all ranks.
 
     Raises:
         TableMismatch: ranks disagree on a tensor, or its boxes don't tile it.
@@ -65,12 +75,35 @@ def build_table(specs: Sequence[Spec], group_bytes: int, *, whole: bool = False)
         tensors=tensors,
         groups=make_groups(tensors, group_bytes),
         ties=ties,
+        views=tuple(views),
     )
     table.validate()
+    if whole and views:
+        return checkpoint_table(table, specs, group_bytes)
     if not whole or all(len(entry.shards) == 1 for entry in tensors):
         return table
     gathered = _gather(tensors, len(specs))
     return msgspec.structs.replace(table, tensors=gathered)
+
+
+def merge_views(views: Mapping[int, Sequence[View]]) -> tuple[View, ...]:
+    """The views of all ranks, each once.
+
+    Args:
+        views: by a rank that has them.
+
+    Raises:
+        TableMismatch: two ranks make one checkpoint tensor differently.
+    """
+    merged: dict[str, View] = {}
+    for rank, of_rank in sorted(views.items()):
+        for view in of_rank:
+            if merged.setdefault(view.name, view) != view:
+                raise TableMismatch(
+                    f"checkpoint tensor {view.name!r} is made otherwise on trainer rank {rank}: "
+                    "give all ranks one model"
+                )
+    return tuple(merged.values())
 
 
 def _gather(entries: Sequence[TensorEntry], world_size: int) -> tuple[TensorEntry, ...]:

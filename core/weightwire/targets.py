@@ -9,10 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.fingerprint import Fingerprint, fingerprint_of
+from weightwire.layout import cut_out
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
-from weightwire.table import Region, TensorTable, dtype_name
+from weightwire.table import CheckpointTensor, Region, TensorTable, dtype_name
+from weightwire.trace.copies import copy_program
+from weightwire.trace.program import Program, Run
 
 __all__ = ["MappingTarget", "ModuleTarget", "WeightTarget", "as_target"]
 
@@ -42,6 +47,10 @@ class WeightTarget(ABC):
     def plan(self, table: TensorTable) -> Sequence[Region]:
         """The regions of the table's tensors that this rank reads.
 
+        Each lies in one transfer group: what a tensor that is cut over several
+        has in each of them, ``Cuts(table).cut(region)`` says.  Not needed with
+        ``takes_pieces``.
+
         Raises:
             TableMismatch: names, shapes or dtypes differ; the message lists
                 them.  Every tensor of the table is read or deliberately unused.
@@ -58,6 +67,20 @@ class WeightTarget(ABC):
         then nothing of the target changes before the group is verified.
         """
         return None
+
+    @property
+    def takes_pieces(self) -> bool:
+        """If True, ``landing`` and ``write`` may be given any box of a planned region.
+
+        Core then cuts regions that lie in several transfer groups, so that a
+        group never holds more than its budget.
+        """
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """Where transports should let this rank's regions arrive, unless told otherwise."""
+        return torch.device("cpu")
 
     @property
     def keeps_buffers(self) -> bool:
@@ -82,6 +105,13 @@ class WeightTarget(ABC):
     def commit(self) -> None:
         """Finish the version: post-load processing, derived tensors."""
 
+    def fingerprint(self, version: int) -> Fingerprint | None:
+        """What the target's memory holds now, to be compared with replicas laid out alike.
+
+        Called after ``commit``.  None: there is nothing to compare.
+        """
+        return None
+
     @property
     def path(self) -> str:
         """How regions become weights and why so, for reports; empty when they simply land."""
@@ -99,6 +129,9 @@ class WeightTarget(ABC):
 
 class MappingTarget(WeightTarget):
     """Tensors that are filled in place, by name.
+
+    The names are the trainer's own, or those of its checkpoints: then what the table
+    says of checkpoint tensors is replayed.
 
     Args:
         mapping: names to tensors; they keep their storage.  Several names may
@@ -119,29 +152,45 @@ class MappingTarget(WeightTarget):
         self._untouched = (untouched,) if isinstance(untouched, str) else tuple(untouched)
         self._table: TensorTable | None = None
         self._destinations: dict[int, list[Tensor]] = {}
+        self._program: Program | None = None
+        self._run: Run | None = None
         self._written = False
 
     def current(self) -> Mapping[str, Tensor]:
         """The tensors to fill, as they are now."""
         return self._mapping
 
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.current().values())
+
     def plan(self, table: TensorTable) -> Sequence[Region]:
         own = {name: _require_plain(name, tensor) for name, tensor in self.current().items()}
         carriers = {**{name: name for name in table.index()}, **table.ties}
+        self._program = self._run = None
+        made: dict[str, Tensor] = {}  # what is replayed, where names are of checkpoint tensors
+        offered = {name: entry for name, entry in _offered(table).items() if name in own}
+        if any(name not in carriers for name in offered):
+            known = {tensor.name for tensor in table.checkpoint()}
+            made = {name: own[name] for name in offered}
+            carriers = {name: carriers.get(name, name) for name in known}
         self._check_names(own, carriers)
-        self._check_tensors(own, carriers, table)
+        self._check_tensors(own, carriers, table, made)
         self._check_aliases(own, carriers)
+        if made:
+            self._program = copy_program(made, table)
         index = table.index()
         destinations: dict[int, list[Tensor]] = {}
         for name, tensor in own.items():
             carrier = carriers.get(name)
-            if carrier is None:
+            if carrier is None or name in made:
                 continue
             places = destinations.setdefault(index[carrier], [])
             if not any(_same_memory(tensor, place) for place in places):
                 places.append(tensor)
         self._table, self._destinations = table, destinations
-        return [Region.whole(i, table.tensors[i]) for i in sorted(destinations)]
+        regions = [Region.whole(i, table.tensors[i]) for i in sorted(destinations)]
+        return [*regions, *(self._program.regions if self._program is not None else ())]
 
     def begin(self, version: int) -> None:
         self._written = False
@@ -155,9 +204,18 @@ class MappingTarget(WeightTarget):
                 f"tensor {self._table.tensors[changed[0]].name!r} came to the target, or left it, "
                 "since it was planned: receive again, and it is planned anew"
             )
+        if self._program is not None:
+            held = {name: tensor.detach() for name, tensor in self.current().items()}
+            self._run = Run(self._program, held.__getitem__)
+
+    @property
+    def takes_pieces(self) -> bool:
+        return self._program is None  # a replay plans its own
 
     def landing(self, region: Region) -> Tensor | None:
-        first = self._destinations[region.tensor][0]
+        if region.tensor not in self._destinations:
+            return None
+        first = _box_of(self._destinations[region.tensor][0], region)
         if not first.is_contiguous():
             return None
         self._written = True
@@ -166,10 +224,31 @@ class MappingTarget(WeightTarget):
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         with torch.no_grad():
             for region, value in tensors.items():
-                for place in self._destinations[region.tensor]:
+                for whole in self._destinations.get(region.tensor, ()):
+                    place = _box_of(whole, region)
                     if not _same_memory(place, value):
                         self._written = True
                         place.copy_(value)
+        if self._run is not None:
+            self._written = True
+            self._run.feed(
+                group, {r: t for r, t in tensors.items() if r.tensor not in self._destinations}
+            )
+
+    def commit(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+    def fingerprint(self, version: int) -> Fingerprint | None:
+        if self._table is None:
+            return None
+        filled = {
+            f"{self._table.tensors[i].name} {number}": place
+            for i, places in self._destinations.items()
+            for number, place in enumerate(places)
+        }
+        return fingerprint_of(filled, version)
 
     def rollback(self, error: BaseException) -> bool:
         return not self._written
@@ -189,22 +268,30 @@ class MappingTarget(WeightTarget):
             )
 
     def _check_tensors(
-        self, own: Mapping[str, Tensor], carriers: Mapping[str, str], table: TensorTable
+        self,
+        own: Mapping[str, Tensor],
+        carriers: Mapping[str, str],
+        table: TensorTable,
+        made: Iterable[str],
     ) -> None:
-        index = table.index()
+        named = table.named()
+        offered = _offered(table) if made else {}
         wrong = []
         for name, tensor in own.items():
             if name not in carriers:
                 continue
-            entry = table.tensors[index[carriers[name]]]
-            if tuple(tensor.shape) != entry.shape:
+            if name in made:
+                shape, dtype = offered[name].shape, dtype_name(offered[name].dtype)
+            else:
+                shape, dtype = named[name].shape, named[name].dtype
+            if tuple(tensor.shape) != shape:
                 wrong.append(
-                    f"{name!r} has shape {entry.shape} at the trainer and "
+                    f"{name!r} has shape {shape} at the trainer and "
                     f"{tuple(tensor.shape)} here: pad or cut one side"
                 )
-            elif dtype_name(tensor.dtype) != entry.dtype:
+            elif dtype_name(tensor.dtype) != dtype:
                 wrong.append(
-                    f"{name!r} is {entry.dtype} on the wire and {dtype_name(tensor.dtype)} here: "
+                    f"{name!r} is {dtype} on the wire and {dtype_name(tensor.dtype)} here: "
                     "set wire_dtype (and keep_dtype) at the sender, or change the target"
                 )
         if wrong:
@@ -271,6 +358,14 @@ def _require_plain(name: str, tensor: Tensor) -> Tensor:
     ):
         raise ConfigError(f"target tensor {name!r} is expanded: several elements share memory")
     return tensor.detach()
+
+
+def _offered(table: TensorTable) -> dict[str, CheckpointTensor]:
+    return {tensor.name: tensor for tensor in table.checkpoint()} if table.views else {}
+
+
+def _box_of(tensor: Tensor, region: Region) -> Tensor:
+    return cut_out(tensor, region.offsets, region.sizes, (0,) * tensor.dim())
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

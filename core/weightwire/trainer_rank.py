@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -11,6 +12,7 @@ from weightwire.contract import Backend, Offer, SenderTransport, Wait, checked_d
 from weightwire.deadline import Watch
 from weightwire.errors import ConfigError, SessionError, TableMismatch, UnsupportedOperation
 from weightwire.exchange import Exchange, ExchangePlan
+from weightwire.materialise import CheckpointTensors
 from weightwire.options import SenderOptions
 from weightwire.pipeline import SendPlan, combine
 from weightwire.report import Phases, Report
@@ -19,10 +21,13 @@ from weightwire.session.lease import Member
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
 from weightwire.table import TensorTable
-from weightwire.tables import build_table
+from weightwire.tables import build_table, merge_views
+from weightwire.views import View
 from weightwire.waiting import drive
 
 __all__ = ["Start", "TrainerRank"]
+
+T = TypeVar("T")
 
 
 class _Arrival(msgspec.Struct, frozen=True):
@@ -75,6 +80,9 @@ class TrainerRank:
         self._exchanges = False
         self._spec: Spec | None = None
         self._spec_digest = ""
+        self._views: tuple[View, ...] = ()
+        self._views_digest = ""
+        self._views_read: frozenset[str] = frozenset()
         self._digests: tuple[str, ...] = ()
         self.table: TensorTable | None = None
         self.table_digest = ""
@@ -94,7 +102,7 @@ class TrainerRank:
         with phases.timed("offer"):
             try:
                 resolved = resolve(self._source, self._rules)
-                spec = self._publish_spec(resolved.spec)
+                spec = self._publish_spec(resolved)
                 arrival = _Arrival(version, wait, spec, self._digests)
             except BaseException as caught:  # an interruption too: the other ranks are told
                 error = error or caught
@@ -108,28 +116,36 @@ class TrainerRank:
             digests = tuple(other.spec for other in arrivals)
             # Unless every rank came to a table for just these last time, all make it anew.
             if any(other.agreed != digests for other in arrivals):
-                self._agree_on_table(resolved.spec, digests)
+                self._agree_on_table(digests)
         return resolved
 
-    def _publish_spec(self, spec: Spec) -> str:
+    def _publish_spec(self, resolved: Resolved) -> str:
         """Put what this rank holds where the others find it; returns its digest."""
+        if resolved.views != self._views:
+            self._views, self._views_digest = (), ""
+            if resolved.views:  # apart: most ranks have the same, and it is stored once
+                self._views_digest = self._publish(resolved.views)
+            self._views = resolved.views
+        spec = msgspec.structs.replace(resolved.spec, views=self._views_digest)
         if spec != self._spec:
-            payload = msgspec.msgpack.encode(spec)
-            if self._agreement.alone:
-                self._spec_digest = blob_digest(payload)
-            else:
-                self._spec_digest = self._session.put_blob(payload)
+            self._spec_digest = self._publish(spec)
             self._spec = spec
         return self._spec_digest
 
-    def _agree_on_table(self, own: Spec, digests: tuple[str, ...]) -> None:
+    def _publish(self, value: Any) -> str:
+        payload = msgspec.msgpack.encode(value)
+        return blob_digest(payload) if self._agreement.alone else self._session.put_blob(payload)
+
+    def _agree_on_table(self, digests: tuple[str, ...]) -> None:
         """Make the table of all ranks' specs."""
         self._digests = ()  # until every rank has it
         error: BaseException | None = None
         described = b""
         try:
-            specs = {digest: self._read_spec(digest) for digest in {*digests} - {self._spec_digest}}
-            specs[self._spec_digest] = own
+            assert self._spec is not None  # noqa: S101 - _publish_spec() set it
+            others = {*digests} - {self._spec_digest}
+            specs = {digest: self._read(digest, Spec) for digest in others}
+            specs[self._spec_digest] = self._spec
             self._use_table([specs[digest] for digest in digests])
             described = checked_description(self._transport.describe())
         except BaseException as caught:
@@ -137,12 +153,12 @@ class TrainerRank:
         self.transports = drive(self._agreement.agree("table", described, error), self._watch)
         self._digests = digests
 
-    def _read_spec(self, digest: str) -> Spec:
+    def _read(self, digest: str, kind: type[T]) -> T:
         payload = self._session.get_blob(digest)
         if payload is None:
             raise SessionError(f"the spec {digest} of a trainer rank is gone: send again")
         try:
-            return msgspec.msgpack.decode(payload, type=Spec)
+            return msgspec.msgpack.decode(payload, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             raise TableMismatch(
                 f"what a trainer rank says it holds can't be read ({error}): "
@@ -151,8 +167,9 @@ class TrainerRank:
 
     def _use_table(self, specs: Sequence[Spec]) -> None:
         whole = self._backend.capabilities.whole_tensors
-        table = build_table(specs, self._options.group_bytes, whole=whole)
-        exchange = ExchangePlan(table, specs) if whole else None
+        views = merge_views(self._all_views(specs))
+        table = build_table(specs, self._options.group_bytes, whole=whole, views=views)
+        exchange = ExchangePlan(table, specs, views) if whole else None
         self._exchanges = exchange is not None and exchange.needed
         self._plan = SendPlan(table, self._options.rank, exchange)
         digest = table.digest()
@@ -169,10 +186,21 @@ class TrainerRank:
         self._transport.set_table(table)
         self.table, self.table_digest = table, digest
 
+    def _all_views(self, specs: Sequence[Spec]) -> dict[int, Sequence[View]]:
+        first = {spec.views: rank for rank, spec in reversed([*enumerate(specs)]) if spec.views}
+        self._views_read = frozenset(first)
+        return {
+            rank: self._views
+            if digest == self._views_digest
+            else self._read(digest, tuple[View, ...])
+            for digest, rank in first.items()
+        }
+
     @property
     def blobs(self) -> frozenset[str]:
         """Digests of what this trainer still reads from the session: specs and the table."""
-        return frozenset({*self._digests, self._spec_digest, self.table_digest})
+        read = {*self._digests, self._spec_digest, *self._views_read, self._views_digest}
+        return frozenset({*read, self.table_digest})
 
     def abort(self, error: BaseException) -> None:
         """Give up the version that is being moved, if there is one.  Idempotent."""
@@ -203,7 +231,7 @@ class TrainerRank:
             if self._exchanges:
                 self._exchange.join(offer.policy)
             digest = self._plan.send(
-                resolved.tensors,
+                CheckpointTensors(resolved.tensors, resolved.views, resolved.spec.ties),
                 self._transport,
                 self._backend.capabilities,
                 self._exchange,

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from weightwire.deadline import Cancelled, Deadline, Watch
-from weightwire.errors import ConfigError, PeerLost, TransferTimeout
+from weightwire.deadline import Deadline, Watch
+from weightwire.errors import Cancelled, ConfigError, PeerLost, TransferTimeout
 
 
 def watch(seconds: float = 10) -> Watch:

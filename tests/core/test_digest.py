@@ -5,12 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightwire.digest import SAMPLES, box_digest, sample_digests, sample_places, tensor_key
+from weightwire.digest import (
+    SAMPLES,
+    _gather_on_device,
+    box_digest,
+    sample_digests,
+    sample_places,
+    tensor_key,
+)
 from weightwire.table import DTYPES
 
 MASK = (1 << 64) - 1
@@ -205,3 +213,20 @@ def test_samples_of_many_tensors_together_are_those_of_each(parts, version):
         digest(tensor, key=key, verify="sample", version=version)
         for tensor, key in zip(tensors, keys, strict=True)
     ]
+
+
+def test_what_is_gathered_on_a_device_is_what_is_gathered_here():
+    """The way of GPUs, which needs none to be right: one gather for a storage's tensors."""
+    slot = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)
+    parts = [
+        slot[64:4160].view(torch.int16),
+        slot[4160:20544].view(torch.int64),
+        slot[20544:].view(torch.int16)[3:5000],
+        torch.arange(300, dtype=torch.int32)[7:],
+    ]
+    generator = np.random.default_rng(0)
+    places = [generator.permutation(part.numel())[:200] for part in parts]
+    expected = np.concatenate(
+        [part.numpy()[at].astype(np.int64) for part, at in zip(parts, places, strict=True)]
+    )
+    assert (_gather_on_device(parts, places).view(np.int64) == expected).all()

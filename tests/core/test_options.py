@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from weightwire.config import select
 from weightwire.contract import BackendConfig
-from weightwire.errors import BackendNotFound, ConfigError
-from weightwire.handle import ranks_of
+from weightwire.errors import BackendNotFound, ConfigError, UnsupportedOperation
+from weightwire.handle import ranks_of, slot_device
 from weightwire.memory import MemoryBackend, MemoryConfig
 from weightwire.options import ReceiverOptions, SenderOptions, make_options
 
@@ -42,6 +43,7 @@ def test_timeouts_are_finite_numbers_above_zero(name, value):
         ("min_receivers", -1, "greater than or equal to 0"),
         ("overlap", 1, "a valid boolean"),
         ("keep_dtype", "*.bias", "a valid tuple"),
+        ("keep_dtype", None, "a valid tuple"),
         ("rank", -1, "greater than or equal to 0"),
     ],
 )
@@ -136,3 +138,13 @@ def test_a_wrong_config_names_the_backend_the_option_and_the_remedy(choice, mess
 def test_options_cannot_be_changed_afterwards():
     with pytest.raises(ValueError, match="frozen"):
         MemoryConfig().max_bytes = 1
+
+
+def test_slots_lie_where_the_tensors_do_unless_told_otherwise():
+    memory = MemoryBackend()
+    assert slot_device(None, torch.device("cpu"), memory) == torch.device("cpu")
+    assert slot_device(None, torch.device("meta"), memory) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device='gpu 0' is no device: write 'cpu' or 'cuda:0'"):
+        slot_device("gpu 0", torch.device("cpu"), memory)
+    with pytest.raises(UnsupportedOperation, match=r"'memory' can't use device 'cuda:1', only cpu"):
+        slot_device("cuda:1", torch.device("cpu"), memory)

@@ -244,13 +244,18 @@ def test_a_name_that_two_distributions_claim_is_an_error_naming_both(answers):
 def test_a_known_backend_whose_library_is_missing_is_unavailable_not_unknown(answers):
     kind, said = answers["needy"]
     assert kind == "BackendUnavailable"
-    assert said.startswith("backend 'needy' can't run here (ModuleNotFoundError: No module named")
+    assert said.startswith(
+        "backend 'needy' of acme-needy 1.0 can't run here (ModuleNotFoundError: No module named"
+    )
 
 
 def test_a_probe_that_hangs_is_given_up(answers):
     assert answers["hangs"] == [
         "BackendUnavailable",
-        "backend 'hangs' didn't finish its probe within 0.3 s: its library hangs on this machine",
+        (
+            "backend 'hangs' of acme-hangs 1.0 didn't finish its probe within 0.3 s: its library "
+            "hangs on this machine; choose another backend, or upgrade it"
+        ),
     ]
 
 

@@ -231,7 +231,18 @@ def test_opaque_bytes_survive(blob):
 # ---------------------------------------------------------------------- errors that travel
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+OF_ONE_PROCESS = {"Cancelled", "HandleError"}
+
+
+@pytest.mark.parametrize("name", sorted(OF_ONE_PROCESS))
+def test_what_says_nothing_of_other_processes_travels_as_peer_lost(name):
+    kind = getattr(errors, name)
+    arrived = ErrorInfo.of(kind("it was closed")).to_error("receiver 'a' failed")
+    assert type(arrived) is errors.PeerLost
+    assert str(arrived) == f"receiver 'a' failed: {name}: it was closed"
+
+
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - OF_ONE_PROCESS))
 def test_every_error_of_the_tree_travels_as_its_class(name):
     kind = getattr(errors, name)
     arrived = ErrorInfo.of(kind("tensor 'w' is wrong")).to_error("receiver 'a' failed")

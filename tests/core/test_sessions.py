@@ -8,13 +8,14 @@ import shutil
 import signal
 import socket
 import stat
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from weightwire.deadline import Deadline, calling
-from weightwire.errors import ConfigError, SessionError
+from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session.file import FileStore
 from weightwire.session.records import Lease
 from weightwire.session.session import Session
@@ -22,8 +23,8 @@ from weightwire.session.session import Session
 
 @pytest.fixture
 def open_session(request):
-    def opener(url: str, *, seconds: float = 20, serve: bool = False, token=None) -> Session:
-        session = Session.open(url, deadline=Deadline(seconds), serve=serve, token=token)
+    def opener(url: str, *, seconds: float = 20, **options) -> Session:
+        session = Session.open(url, deadline=Deadline(seconds), **options)
         request.addfinalizer(session.close)
         return session
 
@@ -184,6 +185,45 @@ def test_names_that_are_none_of_ours_are_left_out_of_listings(session):
     assert session.numbers("receivers") == []
 
 
+def test_a_record_that_is_put_back_in_its_successors_place_is_refused(session, open_session):
+    reader = open_session(session.url)
+    session.write("lease", Lease(1))
+    old = session.store.get("lease")
+    session.write("lease", Lease(2))
+    assert reader.read("lease", Lease) == Lease(2)
+    session.store.put("lease", old)
+    with pytest.raises(AuthenticationError, match=r"'lease' of session .* is older than one that"):
+        reader.read("lease", Lease)
+    session.write("lease", Lease(3))
+    assert reader.read("lease", Lease) == Lease(3)
+    session.delete("lease")
+    other = open_session(session.url)
+    other.write("lease", Lease(1))  # another writer counts for itself
+    assert reader.read("lease", Lease) == Lease(1)
+
+
+def test_threads_that_read_one_place_never_take_each_others_records_for_old_ones(session):
+    stop = threading.Event()
+    failures = []
+
+    def read():
+        while not stop.is_set():
+            try:
+                session.read("lease", Lease)
+            except AuthenticationError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for counter in range(300):
+        session.write("lease", Lease(counter), durable=False)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
 # ---------------------------------------------------------------------- URLs
 
 
@@ -203,7 +243,11 @@ def test_names_that_are_none_of_ours_are_left_out_of_listings(session):
         ("file:///tmp/a%00b", "has a zero byte: take it out"),
         ("tcp://127.0.0.1/run", "is incomplete: write tcp://host:port/name"),
         ("tcp://127.0.0.1:29400", "is incomplete: write tcp://host:port/name"),
-        ("tcp://127.0.0.1:99999/run", "is incomplete: write tcp://host:port/name"),
+        ("tcp://127.0.0.1:99999/run", "has no valid port (Port out of range 0-65535): write tcp:"),
+        ("tcp://127.0.0.1:port/run", "has no valid port"),
+        ("tcp://127.0.0.1:0/run", "has port 0, which only the sender that serves it may choose"),
+        ("tcp://me:secret@127.0.0.1:29400/run", "has a user or password: leave it out, and set W"),
+        ("file:///tmp/\udcff", "isn't valid Unicode: write other bytes as %xx escapes"),
         ("tcp://127.0.0.1:29400/a/b", "is incomplete: write tcp://host:port/name"),
         ("tcp://:29400/run", "is incomplete: write tcp://host:port/name"),
         ("tcp://10.0.0.1:29400/run", "is open to the network: set WEIGHTWIRE_TOKEN on all"),
@@ -215,9 +259,38 @@ def test_a_wrong_url_is_a_config_error_that_shows_the_right_form(open_session, u
     with pytest.raises(ConfigError) as caught:
         open_session(url, seconds=5)
     assert message in str(caught.value).splitlines()[0]
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_whoever_only_looks_makes_no_session_and_writes_nothing(tmp_path, open_session, scheme):
+    if scheme == "file":
+        url = f"file://{tmp_path}/session"
+    else:
+        url = open_session("tcp://127.0.0.1:0/run", serve=True).url.replace("/run", "/other")
+    with pytest.raises(SessionError, match=r"doesn't exist: correct the URL, or start a sender"):
+        open_session(url, read_only=True)
+    session = open_session(url)
+    assert open_session(url, read_only=True).id == session.id
+    if scheme == "file":
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        open_session(url, read_only=True)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 # ---------------------------------------------------------------------- file://
+
+
+def test_records_that_others_can_write_are_refused_without_a_token(tmp_path, open_session):
+    records = tmp_path / "session" / "records"
+    records.mkdir(parents=True)
+    records.chmod(0o770)
+    with pytest.raises(SessionError) as caught:
+        open_session(f"file://{tmp_path}/session")
+    assert f"{records} can be written by other users (mode 0770): chmod go-w it" in str(
+        caught.value
+    )
+    open_session(f"file://{tmp_path}/session", token="secret")
 
 
 def test_directories_and_files_are_private(tmp_path, open_session):

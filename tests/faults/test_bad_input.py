@@ -139,16 +139,23 @@ def unwritable(tmp_path: Path) -> Iterator[Path]:
 def test_a_session_directory_that_cant_be_written_is_refused(
     make_fleet: MakeFleet, role: str, unwritable: Path
 ) -> None:
-    if os.access(unwritable, os.W_OK):  # root writes everywhere: use a file as the directory
-        unwritable = unwritable / "file"
-        unwritable.write_text("")
-        url = f"file://{unwritable}"
-    else:
-        url = f"file://{unwritable}/run"
+    url = f"file://{unwritable}/run"
+    if os.access(unwritable, os.W_OK):  # root writes everywhere, but not there
+        url = "file:///proc/run"
     error = opening_error(make_fleet(), role, session=url)
     assert error.kind == "SessionError"
     assert "can't be written" in error.first
     assert "choose another" in error.first
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_session_directory_that_is_a_file_is_refused(
+    make_fleet: MakeFleet, role: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    error = opening_error(make_fleet(), role, session=f"file://{tmp_path}/file")
+    assert error.kind == "SessionError"
+    assert "is a file: choose another" in error.first
 
 
 def test_a_port_that_is_taken_is_named(make_fleet: MakeFleet) -> None:

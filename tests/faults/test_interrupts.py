@@ -82,9 +82,7 @@ class Stage:
             self.idle = self.fleet.receiver("idle")
         receiving = self.replica.start(do, **args)
         if phase != "offer":
-            # One that was ready and is cancelled may still call again: until its own
-            # deadline the sender waits for that.
-            sending = self.sender.start("send", version=self.first, wait="applied", timeout=6.0)
+            sending = self.sender.start("send", version=self.first, wait="applied", timeout=20.0)
         until_phase(self.replica.first, phase)
         return receiving, sending
 
@@ -163,13 +161,7 @@ def test_interrupting_a_receive_tells_the_sender_and_the_next_version_works(
     assert threads(stage.replica) == before
     assert stage.replica.version is None
     stage.release_all()
-    if phase == "started":
-        # The receiver may call again for the same offer.
-        again = [side.start("receive") for side in (stage.replica, stage.idle)]
-        assert sending is not None
-        assert [call.results()[0]["version"] for call in again] == [1, 1]
-        sending.results()
-    elif sending is not None:
+    if sending is not None:
         sent = sending.error()
         assert sent.kind == "PeerLost"
         assert "'replica-0'" in sent.first
@@ -322,12 +314,7 @@ def test_cancelling_areceive_is_like_interrupting_and_never_holds_the_loop(
     assert threads(stage.replica) == before
     held, named = stage.replica.holds(1), stage.replica.version
     assert named is None or held == named
-    if phase == "started":
-        again = [side.start("receive") for side in (stage.replica, stage.idle)]
-        assert sending is not None
-        assert [call.results()[0]["version"] for call in again] == [1, 1]
-        sending.results()
-    elif sending is not None:
+    if sending is not None:
         until(lambda: sending.done, "the sender is told")
     stage.finish(2, phase)
     assert threads(stage.replica) == before

@@ -113,6 +113,20 @@ def test_a_receiver_whose_version_was_replaced_by_a_newer_attempt_takes_that(
     assert (ready.holds(1, 2), absent.holds(1, 2)) == (2, 2)
 
 
+def test_a_receiver_that_ran_out_of_time_before_the_start_may_call_again_for_the_same_offer(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet("memory")
+    sender = fleet.sender(min_receivers=2)
+    eager, late = fleet.receiver("eager"), fleet.receiver("late")
+    sending = sender.start("send", version=1)
+    assert eager.start("receive", timeout=0.5).error().kind == "TransferTimeout"
+    receiving = [side.start("receive") for side in (eager, late)]
+    assert [calls.results()[0]["version"] for calls in receiving] == [1, 1]
+    assert sending.results()[0]["attempt"] == 1
+    assert (eager.holds(1), late.holds(1)) == (1, 1)
+
+
 def test_a_receiver_leaves_and_comes_back_and_the_others_go_on(
     make_fleet: MakeFleet, backend: str, scheme: str
 ) -> None:

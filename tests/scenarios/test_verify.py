@@ -80,3 +80,28 @@ def test_digests_are_equal_over_every_backend_session_and_number_of_ranks(
         assert len(set(received)) == 3
         digests.add(tuple(received))
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replicas_laid_out_alike_that_hold_different_bits_are_named(
+    make_fleet: MakeFleet, backend: str, ranks: int
+) -> None:
+    fleet = make_fleet(backend)
+    sender = fleet.sender(min_receivers=3)
+    good, bad = fleet.receiver("good", ranks=ranks), fleet.receiver("bad", ranks=ranks)
+    unlike = fleet.receiver("unlike", ranks=3 - ranks)  # nothing to compare it with
+    bad.workers[-1].arm("target.committed", "flip-small")
+    receiving = [side.start("receive") for side in (good, bad, unlike)]
+    sending = sender.start("send", version=1, wait="applied")
+    error = sending.error()
+    assert error.kind == "VerificationError"
+    assert "'good'" in error.first
+    assert "'bad'" in error.first
+    assert "different bits after version 1" in error.first
+    for calls in receiving:
+        calls.results()
+    receiving = [side.start("receive") for side in (good, bad, unlike)]
+    assert sender.send(1, wait="applied")[0]["attempt"] == 2
+    for calls in receiving:
+        calls.results()
+    assert (good.holds(1), bad.holds(1), unlike.holds(1)) == (1, 1, 1)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from thirdparty_rig import Peer, World, weightwire
+from thirdparty_rig import Peer, World, answers, weightwire
 
 
 def exchange(version: int, senders: list[Peer], *replicas: list[Peer]) -> None:
@@ -17,7 +17,7 @@ def exchange(version: int, senders: list[Peer], *replicas: list[Peer]) -> None:
         rank.start("receive", minimum=version)
     for rank in senders:
         rank.start("send", version=version, timeout=30)
-    reports = [rank.answer() for rank in (*ranks, *senders)]
+    reports = answers([*ranks, *senders])
     assert {report["version"] for report in reports} == {version}
     assert all(rank.call("holds", version=version) for rank in ranks)
     assert not any(rank.call("holds", version=version - 1) for rank in ranks)
@@ -90,7 +90,7 @@ def test_the_others_go_on_without_a_killed_receiver(world: World) -> None:
         rank.start("receive")
     assert killed[0].call("begin") == 1
     killed[0].kill()
-    assert [rank.answer()["version"] for rank in (*trainer, *lives)] == [1] * 4
+    assert [report["version"] for report in answers([*trainer, *lives])] == [1] * 4
     assert all(rank.call("holds", version=1) for rank in lives)
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sqlite3
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
 
 import pytest
-from thirdparty_rig import HERE, load
+from thirdparty_rig import HERE, Pool, World, answers, load
 
 from weightwire import ConfigError, SessionError
-from weightwire.deadline import Deadline
+from weightwire.deadline import Deadline, calling
 from weightwire.session import OpenRequest, SessionStore
 
 
@@ -23,9 +27,9 @@ def plugin() -> ModuleType:
     return load(HERE / "weightwire-sqlite" / "weightwire_sqlite.py")
 
 
-def opened(plugin: ModuleType, url: str) -> SessionStore:
+def opened(plugin: ModuleType, url: str, seconds: float = 5) -> SessionStore:
     scheme = plugin.weightwire_describe_session_scheme()
-    return scheme.open(OpenRequest(urlsplit(url), False, False, Deadline(5)))
+    return scheme.open(OpenRequest(urlsplit(url), False, False, Deadline(seconds)))
 
 
 @pytest.fixture
@@ -78,6 +82,61 @@ def test_of_several_creators_exactly_one_succeeds(stores: list[SessionStore]) ->
         thread.join()
     assert sorted(key for key, _ in won) == sorted(f"claim/{n}" for n in range(20))
     assert all(stores[0].get(key) == bytes([i]) for key, i in won)
+
+
+def test_many_processes_open_a_new_file_at_once(pool: Pool, tmp_path: Path) -> None:
+    """Each switches it to the log and makes the table; one of them gets the key."""
+    with World(pool, tmp_path) as world:
+        peers = world.processes(16)
+        for turn in range(8):
+            at = time.monotonic() + 0.02
+            for peer in peers:
+                session = f"sqlite://{tmp_path / f'{turn}.db'}"
+                peer.start("claim", session=session, key="claim", at=at)
+            assert sorted(answers(peers)) == [False] * 15 + [True]
+
+
+@pytest.fixture
+def held(path: Path) -> Iterator[sqlite3.Connection]:
+    """Another process's connection that holds the file; SQLite never waits for this one."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE others (key TEXT)")
+        connection.execute("BEGIN IMMEDIATE")
+        yield connection
+
+
+def test_a_file_that_another_process_holds_is_waited_for(
+    plugin: ModuleType, path: Path, held: sqlite3.Connection
+) -> None:
+    url = f"sqlite://{path}".replace(" ", "%20")
+    with ThreadPoolExecutor(1) as background:
+        opening = background.submit(opened, plugin, url)
+        time.sleep(0.2)
+        assert not opening.done()
+        held.rollback()
+        store = opening.result()
+        held.execute("BEGIN IMMEDIATE")
+        putting = background.submit(store.put, "a", b"b")
+        time.sleep(0.2)
+        assert not putting.done()
+        held.rollback()
+        putting.result()
+    assert store.get("a") == b"b"
+    store.close()
+
+
+def test_a_file_that_is_held_beyond_the_deadline_is_named(
+    plugin: ModuleType, path: Path, held: sqlite3.Connection
+) -> None:
+    url = f"sqlite://{path}".replace(" ", "%20")
+    with pytest.raises(SessionError, match=r"run 42.db is locked, and was for 0.3 s"):
+        opened(plugin, url, seconds=0.3)
+    held.rollback()
+    store = opened(plugin, url)
+    held.execute("BEGIN IMMEDIATE")
+    with calling(Deadline(0.3)), pytest.raises(SessionError, match="end the process that holds"):
+        store.put("a", b"b")
+    store.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX file modes")

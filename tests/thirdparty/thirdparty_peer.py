@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 import weightwire
+from weightwire.deadline import Deadline
 from weightwire.plugins import registry
+from weightwire.session import OpenRequest
 
 SHAPES = {
     "embed.weight": ((64, 48), torch.bfloat16),
@@ -60,6 +63,18 @@ def do_open_receiver(log: str, **options: Any) -> None:
     os.environ["WEIGHTWIRE_JSONLOG"] = log
     WEIGHTS = empty()
     HANDLE = weightwire.open_receiver("acme", target=WEIGHTS, lease_ttl=0.8, **options)
+
+
+def do_claim(session: str, key: str, at: float) -> bool:
+    """Open the session's store when the monotonic clock shows ``at``, and try for a key."""
+    scheme = registry().session_scheme(urlsplit(session).scheme)
+    request = OpenRequest(urlsplit(session), False, False, Deadline(30))
+    time.sleep(max(0.0, at - time.monotonic()))
+    store = scheme.open(request)
+    try:
+        return store.create(key, str(os.getpid()).encode())
+    finally:
+        store.close()
 
 
 def do_send(version: int, **options: Any) -> dict[str, Any]:

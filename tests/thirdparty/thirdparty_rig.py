@@ -10,12 +10,14 @@ import contextlib
 import importlib.util
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -106,6 +108,9 @@ class Peer:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -114,6 +119,24 @@ class Peer:
     def close(self) -> None:
         self._lines.close()
         self._socket.close()
+
+
+def answers(peers: Sequence[Peer]) -> list[Any]:
+    """What they all answer; the first failure is raised at once, whoever waits for that peer."""
+    results: dict[Peer, Any] = {}
+    with selectors.DefaultSelector() as ready:
+        for peer in peers:
+            ready.register(peer, selectors.EVENT_READ)
+        until = time.monotonic() + PATIENCE
+        while ready.get_map():
+            found = ready.select(max(0.0, until - time.monotonic()))
+            if not found:
+                silent = [peer.pid for peer in peers if peer not in results]
+                raise AssertionError(f"no answer within {PATIENCE:g} s from processes {silent}")
+            for key, _ in found:
+                results[key.fileobj] = key.fileobj.answer()
+                ready.unregister(key.fileobj)
+    return [results[peer] for peer in peers]
 
 
 class Pool:
@@ -152,16 +175,19 @@ class World:
         self.log = directory / "log.jsonl"
         self._peers: list[Peer] = []
 
-    def peers(self, count: int, do: str, **arguments: Any) -> list[Peer]:
-        """The ranks of one side, opened."""
+    def processes(self, count: int) -> list[Peer]:
         peers = [self._pool.peer() for _ in range(count)]
         self._peers += peers
+        return peers
+
+    def peers(self, count: int, do: str, **arguments: Any) -> list[Peer]:
+        """The ranks of one side, opened."""
+        peers = self.processes(count)
         for rank, peer in enumerate(peers):
             where = {"session": self.session, "log": str(self.log)}
             ranks = {"rank": rank, "world_size": count}
             peer.start(do, **where, **ranks, **arguments)
-        for peer in peers:
-            peer.answer()
+        answers(peers)
         return peers
 
     def sender(self, ranks: int = 1, **options: Any) -> list[Peer]:

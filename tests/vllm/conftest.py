@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from weightwire.grouping import layer_key
+from weightwire.sources import WireRules, as_source, resolve
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable, dtype_name
+from weightwire.tables import build_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,9 +129,11 @@ class Lab:
     packed: bool
 
     def of(self, which: str) -> Payload:
-        from weightwire_vllm.models import checkpoint_names
-
-        return payload(checkpoint_names(self.models[which]), self.ties)
+        """A version as a trainer publishes it: its own tensors, and views of them."""
+        resolved = resolve(as_source(self.models[which]), WireRules())
+        # So small that each layer is a group of its own.
+        table = build_table([resolved.spec], 1 << 14, views=resolved.views)
+        return Payload(table, dict(resolved.tensors))
 
     @property
     def ties(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from weightwire.errors import (
     TransferTimeout,
 )
 from weightwire_vllm import inprocess
-from weightwire_vllm.models import CheckpointSource, tiny_model
+from weightwire_vllm.models import tiny_model
 from weightwire_vllm.plugin import register
 
 
@@ -37,8 +37,7 @@ def attached(lab, session):
 
 
 def send(session, model, version):
-    source = CheckpointSource(model)
-    with weightwire.open_sender("filesystem", session=session, source=source) as sender:
+    with weightwire.open_sender("filesystem", session=session, source=model) as sender:
         return sender.send(version=version)
 
 
@@ -49,9 +48,7 @@ def test_registration_is_idempotent():
 
 def test_engine_follows_the_trainer(attached, session):
     lab = attached
-    with weightwire.open_sender(
-        "filesystem", session=session, source=CheckpointSource(lab.models["B"])
-    ) as sender:
+    with weightwire.open_sender("filesystem", session=session, source=lab.models["B"]) as sender:
         sender.send(version=1)
         inprocess.update(lab.llm)
         lab.is_("B")

@@ -9,7 +9,7 @@ from pathlib import Path
 import weightwire
 from weightwire_vllm import inprocess
 from weightwire_vllm.families import family_model
-from weightwire_vllm.models import CheckpointSource, save_checkpoint, tiny_model
+from weightwire_vllm.models import save_checkpoint, tiny_model
 
 PROMPTS = [[5, 6, 7, 9], list(range(2, 30))]
 
@@ -28,9 +28,7 @@ def main(directory: Path, kind: str, cold_b: bool) -> None:
     steps.append(["cold A", "cold", state(llm)])
     inprocess.attach(llm, session=session, backend="filesystem", receiver_id="r", timeout=60)
     for version, which in enumerate(("B", "other", "other", "B", "A")):
-        with weightwire.open_sender(
-            "filesystem", session=session, source=CheckpointSource(models[which])
-        ) as sender:
+        with weightwire.open_sender("filesystem", session=session, source=models[which]) as sender:
             sender.send(version=version)
         outcome = "applied"
         try:

@@ -19,6 +19,7 @@ from weightwire_nixl.aside import Aside
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import Owner
 from weightwire_nixl.peers import check_alike, soon
 from weightwire_nixl.progress import Progress
@@ -57,6 +58,7 @@ class NixlReceiver(ReceiverTransport):
         self._context = context
         self._config = config
         self._device = device_of(config.device)
+        self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()
         self._slot_count = 2 if context.overlap else 1
         self.counters = Counters()
@@ -102,7 +104,7 @@ class NixlReceiver(ReceiverTransport):
                 f"{self._config.max_retired_slots}): restart this process"
             )
         rank = self._context.rank
-        agent = Agent(f"{self._context.member_id}-{rank}", counters=self.counters)
+        agent = Agent(f"{self._context.member_id}-{rank}", self._fabric.options, self.counters)
         try:
             nbytes = max((plan.nbytes for plan in self._plans.values()), default=0)
             slots = Slots(agent, self._slot_count, nbytes, self._device)
@@ -145,6 +147,7 @@ class NixlReceiver(ReceiverTransport):
         agent, info = self._opened()
         routes = {str(self._meet(agent, rank, offer.senders[rank]).route) for rank in info.reads}
         self.path = "; ".join(sorted(routes)) or "this rank reads nothing"
+        self.path += f"; {self._fabric}"
 
     def _meet(self, agent: Agent, rank: int, carried: bytes) -> Owner:
         who = f"sender rank {rank}"

@@ -22,6 +22,7 @@ from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
 from weightwire_nixl.early import Early
+from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
 from weightwire_nixl.peers import check_alike, soon
 from weightwire_nixl.reader import Reader, Slot
@@ -57,6 +58,7 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self._device = device_of(config.device)
+        self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()
         self._turns = 2 if context.overlap else 1
         self.counters = Counters()
@@ -94,7 +96,7 @@ class NixlSender(SenderTransport):
         nbytes = 0 if self._config.zero_copy else max(self._group_nbytes.values(), default=0)
         if self._agent is not None and nbytes <= self._slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
-        agent = Agent(f"sender-{rank}", counters=self.counters)
+        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters)
         try:
             count = self._turns + self._config.max_retired_slots
             slots = Slots(agent, count, nbytes, self._device)
@@ -156,6 +158,7 @@ class NixlSender(SenderTransport):
         self._early.clear()
         self._forget_gone()
         self.path = "; ".join(sorted(routes)) or "nobody reads from this rank"
+        self.path += f"; {self._fabric}"
 
     def _meet(self, receiver_id: str, rank: int, carried: bytes) -> Reader:
         who = f"receiver {receiver_id!r} rank {rank}"

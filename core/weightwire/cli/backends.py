@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -31,7 +32,9 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """List installed backends, their capabilities, and why one can't run here."""
-    rows = [_look_at(provided) for provided in registry().backends()]
+    installed = registry().backends()
+    with ThreadPoolExecutor(max(1, len(installed))) as threads:  # one that hangs delays no other
+        rows = list(threads.map(_look_at, installed))
     if as_json:
         print(json.dumps({"backends": [asdict(row) for row in rows]}, indent=2))
         return

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Annotated
-from urllib.parse import unquote, urlsplit
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -15,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from weightwire.deadline import Deadline
-from weightwire.errors import ConfigError, SessionError
 from weightwire.inspection import SessionView, inspect_session
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
@@ -36,8 +33,7 @@ def inspect(
     ] = False,
 ) -> None:
     """Show versions, sentinels, receivers and ages of a session."""
-    _refuse_missing_directory(session)
-    opened = Session.open(session, deadline=Deadline(timeout))
+    opened = Session.open(session, deadline=Deadline(timeout), read_only=True)
     observer = LeaseObserver(opened)
     try:
         if not watch:
@@ -54,15 +50,6 @@ def inspect(
                 time.sleep(interval)
     finally:
         opened.close()
-
-
-def _refuse_missing_directory(url: str) -> None:
-    """Looking at a session must not make one."""
-    if not url:
-        raise ConfigError("session '' is no URL: write file:///directory or tcp://host:port/name")
-    parts = urlsplit(url)
-    if parts.scheme == "file" and not (Path(unquote(parts.path)) / "records").is_dir():
-        raise SessionError(f"session {url} doesn't exist: correct the URL, or start a sender")
 
 
 def _show_once(view: SessionView, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from weightwire.contract import Capabilities, Offer, Policy
-from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError
+from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError, TransferTimeout
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.lifecycle.history import (
     offer_of,
@@ -172,7 +172,8 @@ class ReceiverMachine:
                 go = yield from self._await_start(offer)
             except GeneratorExit:
                 raise
-            except BaseException:
+            except BaseException as error:
+                self._withdraw(offer.policy, error)
                 self._settle()
                 raise
             if go:
@@ -237,6 +238,29 @@ class ReceiverMachine:
                     f"before it started {policy}: restart it"
                 )
             yield Waiting("started", ("the sender",))
+
+    def _withdraw(self, policy: Policy, error: BaseException) -> None:
+        """Take ``receiver_ready`` back, and answer a sender that has started on it.
+
+        It is taken back before the look at ``started``, and the sender looks at it once
+        more after it has written that: one of the two sees the other.
+        """
+        if self.state is not ReceiverState.READY or self.capabilities.flow == "store":
+            return
+        ready, info = self._answer(policy, "ready"), ErrorInfo.of(error)
+        # The error that is being raised matters more than a session that is gone.
+        with contextlib.suppress(SessionError):
+            if isinstance(error, TransferTimeout):
+                self.session.delete(ready)  # it may call again for the same offer
+            else:
+                self._tried = policy
+                self.session.write(ready, Ready(declined=info))
+            if self.session.read(keys.version(policy, "started"), Started) is not None:
+                self._tried = policy
+                tainted = self.tainted is not None
+                self.session.write(
+                    self._answer(policy, "applied"), Applied(error=info, tainted=tainted)
+                )
 
     def _install(self, offer: Offer) -> Steps[Policy]:
         policy = offer.policy

@@ -12,8 +12,10 @@ from weightwire.errors import (
     PeerLost,
     SessionError,
     UnsupportedOperation,
+    VerificationError,
     WeightWireError,
 )
+from weightwire.fingerprint import Fingerprint
 from weightwire.lifecycle.acts import Transfer
 from weightwire.lifecycle.history import outcome_of
 from weightwire.lifecycle.states import (
@@ -148,6 +150,14 @@ class SenderMachine:
             else:
                 readers = yield from self._gather_ready(offer, roster, offering)
                 self._start(policy, roster)
+                # Whoever gave up just before may not have seen ``started``.
+                self._look_who_is_ready(offer, roster, readers, offering)
+                for receiver_id in roster.keys() - readers.keys():
+                    error = PeerLost(
+                        f"receiver {receiver_id!r} gave {policy} up just before it started: "
+                        "its own error says why; send it again"
+                    )
+                    self._go_on_without(receiver_id, roster, offering, error)
                 yield Transfer(offer, readers)
             if offering.wait == "applied":
                 yield from self._gather_applied(offer, roster, offering)
@@ -234,28 +244,39 @@ class SenderMachine:
         self, offer: Offer, roster: dict[str, Member], offering: Offering
     ) -> Steps[dict[str, Sequence[bytes]]]:
         readers: dict[str, Sequence[bytes]] = {}
-        while missing := sorted(roster.keys() - readers.keys()):
-            for receiver_id in missing:
-                member = roster[receiver_id]
-                place = keys.answer(offer.policy, "ready", receiver_id, member.incarnation)
-                ready = self.session.read(place, Ready)
-                if ready is not None:
-                    if ready.declined is not None:
-                        error = ready.declined.to_error(f"receiver {receiver_id!r} declined")
-                        self._go_on_without(receiver_id, roster, offering, error)
-                    else:
-                        readers[receiver_id] = ready.transports
-                elif self._is_lost(receiver_id, member):
-                    self._lose(receiver_id, roster, offering)
+        while True:
+            self._look_who_is_ready(offer, roster, readers, offering)
             missing = sorted(roster.keys() - readers.keys())
-            if missing:
-                yield Waiting("receiver_ready", tuple(f"receiver {name!r}" for name in missing))
-        return readers
+            if not missing:
+                return readers
+            yield Waiting("receiver_ready", tuple(f"receiver {name!r}" for name in missing))
+
+    def _look_who_is_ready(
+        self,
+        offer: Offer,
+        roster: dict[str, Member],
+        readers: dict[str, Sequence[bytes]],
+        offering: Offering,
+    ) -> None:
+        """Fill ``readers``; who was ready may have taken it back since."""
+        for receiver_id, member in list(roster.items()):
+            place = keys.answer(offer.policy, "ready", receiver_id, member.incarnation)
+            ready = self.session.read(place, Ready)
+            if ready is not None and ready.declined is None:
+                readers[receiver_id] = ready.transports
+                continue
+            readers.pop(receiver_id, None)
+            if ready is not None and ready.declined is not None:
+                error = ready.declined.to_error(f"receiver {receiver_id!r} declined")
+                self._go_on_without(receiver_id, roster, offering, error)
+            elif self._is_lost(receiver_id, member):
+                self._lose(receiver_id, roster, offering)
 
     def _gather_applied(
         self, offer: Offer, roster: dict[str, Member], offering: Offering
     ) -> Steps[None]:
         applied: set[str] = set()
+        alike: dict[str, tuple[str, str]] = {}
         while missing := sorted(roster.keys() - applied):
             for receiver_id in missing:
                 member = roster[receiver_id]
@@ -266,6 +287,7 @@ class SenderMachine:
                     self._go_on_without(receiver_id, roster, offering, error)
                 elif record is not None:
                     applied.add(receiver_id)
+                    _compare_installed(offer.policy, receiver_id, record.fingerprint, alike)
                 elif (declined := self._declined(offer, member)) is not None:
                     error = declined.to_error(f"receiver {receiver_id!r} declined")
                     self._go_on_without(receiver_id, roster, offering, error)
@@ -314,6 +336,23 @@ class SenderMachine:
         del roster[receiver_id]
         if not roster and self.capabilities.needs_live_receivers:
             raise error
+
+
+def _compare_installed(
+    policy: Policy,
+    receiver_id: str,
+    fingerprint: Fingerprint | None,
+    alike: dict[str, tuple[str, str]],
+) -> None:
+    """Refuse a replica that made something else of the version than one laid out alike."""
+    if fingerprint is None:
+        return
+    other, bits = alike.setdefault(fingerprint.layout, (receiver_id, fingerprint.bits))
+    if bits != fingerprint.bits:
+        raise VerificationError(
+            f"receivers {other!r} and {receiver_id!r} are laid out alike and hold different bits "
+            f"after {policy}: take both out of service, and compare each with a fresh engine"
+        )
 
 
 def lost_readers(session: Session, observer: LeaseObserver, policy: Policy) -> list[str]:

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -32,15 +33,25 @@ class FileStore(SessionStore):
     Opening is by listing and reading, never by a cached ``stat``.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, read_only: bool = False) -> None:
         self.directory = directory
         self.url = f"file://{directory}"
         self._records = directory / _RECORDS
+        if read_only:
+            if not self._records.is_dir():
+                raise SessionError(
+                    f"session {self.url} doesn't exist: correct the URL, or start a sender"
+                )
+            return
         try:
             if not directory.parent.is_dir():
                 raise SessionError(
                     f"session directory {directory}: its parent doesn't exist; "
                     "create it, or mount the shared filesystem"
+                )
+            if directory.exists() and not directory.is_dir():
+                raise SessionError(
+                    f"session directory {directory} is a file: choose another, or remove it"
                 )
             directory.mkdir(mode=0o700, exist_ok=True)
             self._records.mkdir(mode=0o700, exist_ok=True)
@@ -52,6 +63,19 @@ class FileStore(SessionStore):
                 f"session directory {directory} can't be written ({_reason(error)}): "
                 "fix its permissions or choose another"
             ) from error
+
+    def refuse_open_permissions(self) -> None:
+        """Without a token, whoever can write here can forge records.
+
+        Raises:
+            SessionError: others than its owner may write the records' directory.
+        """
+        mode = self._records.stat().st_mode
+        if os.name == "posix" and mode & 0o022:
+            raise SessionError(
+                f"session directory {self._records} can be written by other users (mode "
+                f"{stat.S_IMODE(mode):04o}): chmod go-w it, or set WEIGHTWIRE_TOKEN on all members"
+            )
 
     def get(self, key: str) -> bytes | None:
         path = self._records / key
@@ -183,7 +207,10 @@ class FileScheme(SessionScheme):
             raise ConfigError(
                 f"session URL {url.geturl()!r} names no directory: write file:///absolute/path"
             )
-        return FileStore(path)
+        store = FileStore(path, read_only=request.read_only)
+        if not request.authenticated:
+            store.refuse_open_permissions()
+        return store
 
 
 def _despite_deletion(write: Callable[[], T]) -> T:

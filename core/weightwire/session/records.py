@@ -21,6 +21,7 @@ from msgspec import Meta
 from weightwire import errors
 from weightwire.contract import Offer, Policy
 from weightwire.errors import AuthenticationError, PeerLost, SessionError, WeightWireError
+from weightwire.fingerprint import Fingerprint
 
 __all__ = [
     "Applied",
@@ -108,7 +109,9 @@ class ErrorInfo(Record, frozen=True):
     def to_error(self, who: str) -> WeightWireError:
         """The same class of the tree, or ``PeerLost`` for anything else."""
         kind = getattr(errors, self.type, None)
-        if isinstance(kind, type) and issubclass(kind, WeightWireError):
+        # That the other side was closed or cancelled says nothing of this one.
+        of_its_own = kind in (errors.Cancelled, errors.HandleError)
+        if isinstance(kind, type) and issubclass(kind, WeightWireError) and not of_its_own:
             return kind(f"{who}: {self.message}")
         return PeerLost(f"{who}: {self.type}: {self.message}")
 
@@ -156,6 +159,7 @@ class Applied(Record, frozen=True):
     nbytes: Count = 0
     seconds: Annotated[float, Meta(ge=0)] = 0.0
     digest: Name = ""
+    fingerprint: Fingerprint | None = None
     error: ErrorInfo | None = None
     tainted: bool = False
 
@@ -249,7 +253,13 @@ class Codec:
         return payload
 
     def open(self, key: str, payload: bytes, kind: type[R], *, any_session: bool = False) -> R:
-        """Decode the record found at ``key``.
+        """Decode the record found at ``key``; see ``open_dated``."""
+        return self.open_dated(key, payload, kind, any_session=any_session)[0]
+
+    def open_dated(
+        self, key: str, payload: bytes, kind: type[R], *, any_session: bool = False
+    ) -> tuple[R, str, int]:
+        """Decode the record found at ``key``, with its writer and sequence number.
 
         Args:
             any_session: accept a record of another session than ours.
@@ -281,9 +291,10 @@ class Codec:
         if envelope.kind != kind.__name__:
             raise SessionError(f"record {key!r} is a {envelope.kind}, not a {kind.__name__}")
         try:
-            return msgspec.json.decode(envelope.body, type=kind)
+            record = msgspec.json.decode(envelope.body, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             raise SessionError(f"record {key!r} is malformed: {error}") from error
+        return record, envelope.writer, envelope.sequence
 
     def _authenticate(self, key: str, envelope: _Envelope) -> None:
         if self._key is None:

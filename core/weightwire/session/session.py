@@ -10,8 +10,9 @@ from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from weightwire.deadline import Deadline
-from weightwire.errors import ConfigError, SessionError
+from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session import keys
+from weightwire.session.freshness import Freshness
 from weightwire.session.records import Codec, Record, SessionRecord
 from weightwire.session.store import OpenRequest, SessionStore
 
@@ -33,6 +34,10 @@ def _split(url: object) -> SplitResult:
         raise ConfigError(
             f"session {url!r} is no URL: write file:///directory or tcp://host:port/name"
         )
+    if any("\ud800" <= character <= "\udfff" for character in str(url)):
+        raise ConfigError(
+            f"session URL {url!r} isn't valid Unicode: write other bytes as %xx escapes"
+        )
     if parts.query or parts.fragment:
         raise ConfigError(
             f"session URL {url!r} has a '?' or '#', which would cut it short: "
@@ -47,11 +52,14 @@ class Session:
     Args:
         store: where they are kept.
         token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
+        read_only: it must exist already.
     """
 
-    def __init__(self, store: SessionStore, token: str | None) -> None:
+    def __init__(self, store: SessionStore, token: str | None, *, read_only: bool = False) -> None:
         self.store = store
+        self._read_only = read_only
         self._codec = Codec(token)
+        self._freshness = Freshness()
         self.id = self._join()
 
     @classmethod
@@ -62,6 +70,7 @@ class Session:
         deadline: Deadline,
         serve: bool = False,
         token: str | None = None,
+        read_only: bool = False,
     ) -> Session:
         """Open a session by URL.
 
@@ -70,6 +79,7 @@ class Session:
             deadline: for connecting.
             serve: this process serves the store, where the scheme has a server in a member.
             token: shared secret; by default ``WEIGHTWIRE_TOKEN``.
+            read_only: look at a session that exists, and write nothing.
 
         Raises:
             ConfigError: the URL or its scheme is unknown or malformed.
@@ -82,9 +92,9 @@ class Session:
         authenticated = Codec(token).authenticates
         parts = _split(url)
         scheme = registry().session_scheme(parts.scheme)
-        store = scheme.open(OpenRequest(parts, serve, authenticated, deadline))
+        store = scheme.open(OpenRequest(parts, serve, authenticated, deadline, read_only))
         try:
-            return cls(store, token)
+            return cls(store, token, read_only=read_only)
         except BaseException:
             store.close()
             raise
@@ -94,9 +104,26 @@ class Session:
         return self.store.url
 
     def read(self, key: str, kind: type[R]) -> R | None:
-        """The record at ``key``, authenticated and decoded, or None."""
-        payload = self.store.get(keys.validate_key(key))
-        return None if payload is None else self._codec.open(key, payload, kind)
+        """The record at ``key``, authenticated and decoded, or None.
+
+        Raises:
+            AuthenticationError: its HMAC is missing or wrong, or it is older than what
+                was read here before.
+            SessionError: malformed, or of another session.
+        """
+        keys.validate_key(key)
+        known_writer, known_sequence = self._freshness.newest(key)
+        payload = self.store.get(key)
+        if payload is None:
+            return None
+        record, writer, sequence = self._codec.open_dated(key, payload, kind)
+        if writer == known_writer and sequence < known_sequence:
+            raise AuthenticationError(
+                f"record {key!r} of session {self.url} is older than one that was read before: "
+                "something puts old records back; find out who else can write to the session"
+            )
+        self._freshness.note(key, writer, sequence)
+        return record
 
     def write(self, key: str, record: Record, *, durable: bool = True) -> None:
         self.store.put(keys.validate_key(key), self._codec.seal(key, record), durable=durable)
@@ -161,6 +188,10 @@ class Session:
     def _join(self) -> str:
         record = SessionRecord(id=secrets.token_hex(8), created=time.time())
         if (payload := self.store.get(keys.SESSION)) is None:
+            if self._read_only:
+                raise SessionError(
+                    f"session {self.url} doesn't exist: correct the URL, or start a sender"
+                )
             self.store.create(keys.SESSION, self._codec.seal(keys.SESSION, record))
             payload = self.store.get(keys.SESSION)
         if payload is None:

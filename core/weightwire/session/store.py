@@ -71,12 +71,14 @@ class OpenRequest:
             scheme has a server in a member (the sender's rank 0 of ``tcp``).
         authenticated: whether the session has a token.
         deadline: for connecting.
+        read_only: if True, the store must exist and nothing is written (``inspect``).
     """
 
     url: SplitResult
     serve: bool
     authenticated: bool
     deadline: Deadline
+    read_only: bool = False
 
 
 class SessionScheme(ABC):

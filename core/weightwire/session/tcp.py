@@ -310,13 +310,25 @@ class TcpScheme(SessionScheme):
     def open(self, request: OpenRequest) -> TcpStore:
         url = request.url
         text = url.geturl()
+        if "@" in url.netloc:
+            raise ConfigError(
+                f"session URL tcp://...@{url.netloc.rpartition('@')[2]} has a user or password: "
+                "leave it out, and set WEIGHTWIRE_TOKEN"
+            )
         try:
             port = url.port
-        except ValueError:
-            port = None
+        except ValueError as error:
+            raise ConfigError(
+                f"session URL {text!r} has no valid port ({error}): write tcp://host:port/name"
+            ) from None
         host, name = url.hostname, url.path.strip("/")
         if not host or port is None or not name or "/" in name:
             raise ConfigError(f"session URL {text!r} is incomplete: write tcp://host:port/name")
+        if port == 0 and not request.serve:
+            raise ConfigError(
+                f"session URL {text!r} has port 0, which only the sender that serves it may "
+                "choose: write the port that it got (sender.session_url)"
+            )
         if not request.authenticated and not _is_loopback(host):
             raise ConfigError(
                 f"session URL {text!r} is open to the network: set WEIGHTWIRE_TOKEN on all "

@@ -86,6 +86,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
         return hand()
 
+    def named(self, tensor: Tensor) -> Ref:
+        """What a tensor that the loader made, or was given, stands for."""
+        return self._ref(tensor)
+
     def check_binding(self, key: str, held: Tensor | None) -> None:
         """After the load: the loader filled a destination and didn't replace it.
 

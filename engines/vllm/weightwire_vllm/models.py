@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from weightwire.sources import WeightSource
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["CheckpointSource", "TinyKind", "checkpoint_names", "save_checkpoint", "tiny_model"]
+__all__ = ["TinyKind", "checkpoint_names", "save_checkpoint", "tiny_model"]
 
 TinyKind = Literal["qwen3", "qwen3-tied", "qwen3_moe"]
 
@@ -81,8 +79,8 @@ def checkpoint_names(
     """A model's state by the names under which ``save_pretrained`` writes it.
 
     transformers 5 keeps experts fused in memory (``mlp.experts.gate_up_proj``)
-    while checkpoints hold one tensor per expert.  The result's tensors may be
-    views of the live parameters or copies, so take it anew for every version.
+    while checkpoints hold one tensor per expert.  ``open_sender`` takes the model as
+    it is and sends views; this makes the tensors, for comparisons.
 
     Args:
         model: defines the conversion.
@@ -93,19 +91,6 @@ def checkpoint_names(
     source = dict(model.state_dict() if state is None else state)
     with torch.no_grad():
         return dict(revert_weight_conversion(model, source))
-
-
-class CheckpointSource(WeightSource):
-    """A transformers model, sent under its checkpoint's names.
-
-    Converted anew at each ``send``, because conversion may copy.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        return checkpoint_names(self._model)
 
 
 def save_checkpoint(model: PreTrainedModel, directory: Path) -> Path:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.errors import HandleError
+from weightwire.fingerprint import Fingerprint, fingerprint_of
 from weightwire.targets import WeightTarget
 from weightwire.trace import Program, Run, compile_tape
 from weightwire_vllm import compat
@@ -79,6 +80,10 @@ class VllmTarget(WeightTarget):
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def plan(self, table: TensorTable) -> Sequence[Region]:
         """The parts of the table's tensors that this rank's own load uses.
 
@@ -146,6 +151,18 @@ class VllmTarget(WeightTarget):
             finish_attention(self._model, self._config.model_config)
         self._synchronize()
         self._update = None
+
+    def fingerprint(self, version: int) -> Fingerprint:
+        """Of all parameters, as the kernels read them, and of what attention derives from them.
+
+        Buffers are left out: some are scratch memory, which differs between engines.
+        """
+        parameters = {
+            name: parameter.data
+            for name, parameter in self._model.named_parameters()
+            if parameter.numel() and not parameter.is_meta
+        }
+        return fingerprint_of({**parameters, **compat.absorbed_weights(self._model)}, version)
 
     def rollback(self, error: BaseException) -> bool:
         """Forget an update, so that the engine can run again.

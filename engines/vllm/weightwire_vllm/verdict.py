@@ -16,11 +16,11 @@ from weightwire_vllm import compat
 from weightwire_vllm.dryrun import LoadTrace, trace_load
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
-    from weightwire.table import TensorTable
+    from weightwire.table import CheckpointTensor, TensorTable
 
 __all__ = ["ColdLoad", "check_table", "cold_load"]
 
@@ -71,14 +71,13 @@ def check_table(
         TableMismatch: the table doesn't fit; the message lists the names.
         TraceError: the model's loader can't be followed.
     """
-    aliases: dict[str, list[str]] = {}
-    for alias, name in table.ties.items():
-        aliases.setdefault(name, []).append(alias)
+    tied: dict[str, list[CheckpointTensor]] = {}
+    for tensor in table.checkpoint():
+        tied.setdefault(table.ties.get(tensor.name, tensor.name), []).append(tensor)
     offered = [
-        LazyWeight(name, entry.shape, entry.torch_dtype)
-        for group in table.groups
-        for entry in (table.tensors[i] for i in group.tensors)
-        for name in _loaded_names([entry.name, *aliases.get(entry.name, ())], cold)
+        LazyWeight(tensor.name, tensor.shape, tensor.dtype)
+        for tensors in tied.values()
+        for tensor in _loaded(tensors, cold)
     ]
     _check_shapes(offered, cold)
     try:
@@ -89,20 +88,22 @@ def check_table(
             raise TableMismatch(f"{error}{_difference(table, cold)}") from error
         # Whether this engine's loader knows the aliases can only be found out by asking.
         trace = trace_load(model, vllm_config, carried)
-    _check_uses(table, aliases, trace, cold, ranks)
+    _check_uses(table, list(tied.values()), trace, cold, ranks)
     _check_writes(table, trace, cold)
     _check_claims(table, trace)
     return trace
 
 
-def _loaded_names(names: Sequence[str], cold: ColdLoad | None) -> Sequence[str]:
-    """Of a tensor's name and its aliases, those under which the engine loads it.
+def _loaded(
+    tensors: Sequence[CheckpointTensor], cold: ColdLoad | None
+) -> Sequence[CheckpointTensor]:
+    """Of a tensor and its aliases, those that the engine loads.
 
     Some loaders refuse an alias that no checkpoint of theirs has.
     """
     if cold is None:
-        return names
-    return [name for name in names if name in cold.offered] or names
+        return tensors
+    return [tensor for tensor in tensors if tensor.name in cold.offered] or tensors
 
 
 def _check_shapes(weights: Sequence[LazyWeight], cold: ColdLoad | None) -> None:
@@ -119,27 +120,28 @@ def _check_shapes(weights: Sequence[LazyWeight], cold: ColdLoad | None) -> None:
 
 def _check_uses(
     table: TensorTable,
-    aliases: Mapping[str, Sequence[str]],
+    tied: Sequence[Sequence[CheckpointTensor]],
     trace: LoadTrace,
     cold: ColdLoad | None,
     ranks: int,
 ) -> None:
     unused: list[str] = []
     partly: list[str] = []
-    for entry in table.tensors:
-        names = [entry.name, *aliases.get(entry.name, ())]
+    for tensors in tied:
+        names = [tensor.name for tensor in tensors]
         used = [name for name in names if trace.tape.used.get(name)]
         if not used:
             # Another rank's share, or dropped by the cold load too.
             dropped = cold is not None and any(
                 name in cold.offered and not cold.trace.tape.used[name] for name in names
             )
-            if entry.numel and not dropped and (cold is not None or ranks == 1):
-                unused.append(entry.name)
+            is_empty = 0 in tensors[0].shape
+            if not is_empty and not dropped and (cold is not None or ranks == 1):
+                unused.append(names[0])
         elif ranks == 1 and not any(
             trace.tape.used[name].complete or _same_use(trace, cold, name) for name in used
         ):
-            partly.append(entry.name)
+            partly.append(names[0])
     if unused:
         raise TableMismatch(
             f"{len(unused)} tensors would not be used: {_listed(unused)}"
@@ -178,7 +180,7 @@ def _check_writes(table: TensorTable, trace: LoadTrace, cold: ColdLoad | None) -
     ]
     if not missing:
         return
-    names = set(table.names())
+    names = {tensor.name for tensor in table.checkpoint()}
     lost = sorted(
         {
             name
@@ -224,7 +226,7 @@ def _tie_hint(unused: Sequence[str]) -> str:
 def _difference(table: TensorTable, cold: ColdLoad | None) -> str:
     if cold is None:
         return ""
-    names = set(table.names())
+    names = {tensor.name for tensor in table.checkpoint()}
     unknown = sorted(names - set(cold.offered))
     missing = sorted(set(cold.offered) - names)
     text = ""

@@ -5,12 +5,11 @@ reads from, signs their challenge, and asks for one group after another::
 
     owner                                          reader
     a challenge                              >
-                                             <     who it is, the challenge signed
-                                             <     policy and group
-    once the group is put: generation, seal  >
-    the bytes of its slot                    >
-    the generation, 0 if the slot has moved  >
-                                             <     the generation: its credit
+                                             <     who it is, which version, the signature
+                                             <     a group
+    once that is put: seal, bytes            >
+    whether the slot still holds it          >
+                                             <     the group: its credit
 
 The key travels through the session: who can read that can read the weights.  The bytes
 aren't encrypted.  There is no thread: an owner answers while it waits for credits.
@@ -23,7 +22,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from weightwire import ConfigError, PeerLost, TransferError, contract, hookimpl
-from weightwire.deadline import Watch
+from weightwire.cuts import Cuts
 from weightwire.layout import slot_layout
 from weightwire.table import Region, Shard, TensorTable
 
@@ -41,18 +40,16 @@ T = TypeVar("T")
 Steps: TypeAlias = Generator[bool, None, T]  # yields whether bytes have moved
 Talks: TypeAlias = dict[Any, Steps[None]]
 Reader: TypeAlias = tuple[str, int]  # receiver id, rank
+Missing: TypeAlias = Callable[[], list[str]]
+Reads: TypeAlias = dict[int, set[int]]  # by owner, the groups to read from it
 CHALLENGE_BYTES, HELLO_BYTES, MESSAGE_BYTES = 32, 1 << 10, 64 << 20
 
 
 class AcmeConfig(contract.BackendConfig):
-    """``host``: the address on which trainer ranks listen, and to which receivers connect."""
-
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # trainer ranks listen there, and receivers connect to it
 
 
 class AcmeBackend(contract.Backend):
-    """Plain TCP sockets."""
-
     name = "acme"
     summary = "plain TCP sockets; authenticated, not encrypted"
     config = AcmeConfig
@@ -85,15 +82,10 @@ def decode(payload: bytes | bytearray, kind: type[T], who: str) -> T:
         raise TransferError(f"{who} has another weightwire-acme ({error}): upgrade it") from error
 
 
-def overlap(region: Region, shard: Shard) -> list[range]:
-    """Their common indices by dimension; a range is empty where they have none."""
-    sides = zip(region.offsets, region.sizes, shard.offsets, shard.sizes, strict=True)
-    return [range(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
-
-
-def cut(tensor: Tensor, box: Sequence[range], origin: Sequence[int]) -> Tensor:
-    """A box of a tensor whose first element has the global index ``origin``."""
-    return tensor[tuple(slice(r.start - o, r.stop - o) for r, o in zip(box, origin, strict=True))]
+def overlap(box: Region | Shard, other: Region | Shard) -> tuple[slice, ...]:
+    """What lies in ``other`` too, as an index into ``box``; a slice is empty if nothing does."""
+    sides = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+    return tuple(slice(max(0, b - a), max(0, min(m, b + n - a))) for a, m, b, n in sides)
 
 
 class Link:
@@ -103,6 +95,8 @@ class Link:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.who = connection, who
+        self.send = partial(self.move, connection.send)
+        self.read = partial(self.move, connection.recv_into)
 
     def move(self, operation: Callable[[memoryview], int], data: Any) -> Steps[None]:
         view = memoryview(data)
@@ -118,12 +112,6 @@ class Link:
                 view = view[count:]
                 yield True
 
-    def send(self, data: bytes | memoryview) -> Steps[None]:
-        return self.move(self.connection.send, data)
-
-    def read(self, data: bytearray | memoryview) -> Steps[None]:
-        return self.move(self.connection.recv_into, data)
-
     def tell(self, message: object) -> Steps[None]:
         payload = msgspec.msgpack.encode(message)
         return self.send(len(payload).to_bytes(8, "big") + payload)
@@ -136,45 +124,30 @@ class Link:
         return decode(payload, kind, self.who)
 
 
-def talk(watch: Watch, talks: Talks, what: str, missing: Callable[[], list[str]]) -> None:
+def talk(context: contract.Context, talks: Talks, what: str, missing: Missing) -> None:
     """Go on with all conversations until nobody is missing."""
 
     def go_on() -> bool:
-        moved = False
-        for key, conversation in list(talks.items()):
-            if (step := next(conversation, None)) is None:
-                del talks[key]
-            moved = moved or bool(step)
-        return moved or not missing()
+        steps = {key: next(conversation, None) for key, conversation in list(talks.items())}
+        for key in [key for key, moved in steps.items() if moved is None]:
+            del talks[key]  # it has ended
+        return any(steps.values()) or not missing()
 
     while who := missing():
-        watch.check(what, who)  # `until` doesn't look at the deadline while bytes move
-        watch.until(go_on, what, missing)
-
-
-@dataclass(eq=False)
-class Held:
-    """A group in its slot, until all readers in ``waiting`` have credited it."""
-
-    key: tuple[contract.Policy, int]
-    generation: int
-    memory: memoryview
-    seal: contract.Seal
-    waiting: set[Reader]
+        context.watch.check(what, who)  # `until` doesn't look at the deadline while bytes move
+        context.watch.until(go_on, what, missing)
 
 
 class AcmeSender(contract.SenderTransport):
-    """Stages groups in one slot, two with ``overlap``, and serves them from there."""
+    """Stages groups in one slot, and serves them from there."""
 
     def __init__(self, context: contract.Context) -> None:
         assert isinstance(context.config, AcmeConfig)
         self._context = context
         self._secret = secrets.token_bytes(32)
         self._talks: Talks = {}
-        self._reads: dict[Reader, dict[int, set[int]]] = {}
-        self._lost: set[Reader] = set()
-        self._held: list[Held | None] = []
-        self._generation = 0
+        self._reads: dict[Reader, set[int]] = {}
+        self._group: int | None = None  # it is in the slot
         host = context.config.host
         if host in ("", "0.0.0.0"):
             raise ConfigError(f"acme option host={host!r}: give the address that receivers reach")
@@ -185,67 +158,52 @@ class AcmeSender(contract.SenderTransport):
         self._listener.setblocking(False)
 
     def set_table(self, table: TensorTable) -> None:
-        layouts = [slot_layout(table, g, self._context.rank) for g in range(len(table.groups))]
-        nbytes = max((layout.nbytes for layout in layouts), default=0)
-        self._held = [None] * (2 if self._context.overlap else 1)
-        self._slots = [torch.empty(nbytes, dtype=torch.uint8) for _ in self._held]
+        sizes = [slot_layout(table, g, self._context.rank).nbytes for g in range(len(table.groups))]
+        self._memory = torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode((*self._listener.getsockname(), self._secret))
 
     def begin(self, offer: contract.Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
-        self._policy, self._lost = offer.policy, set()
-        self._reads = {
-            (receiver_id, rank): decode(described, dict[int, set[int]], f"receiver {receiver_id!r}")
-            for receiver_id, ranks in readers.items()
-            for rank, described in enumerate(ranks)
-        }
+        self._policy, self._reads = offer.policy, {}
+        for name, ranks in readers.items():
+            for rank, described in enumerate(ranks):
+                reads = decode(described, Reads, f"receiver {name!r}")
+                self._reads[name, rank] = reads.get(self._context.rank, set())
         self._talks[self._listener] = self._accept()
 
     def slot(self, group: int, nbytes: int) -> Tensor:
-        index = (self._generation + 1) % len(self._slots)
-        self._settle(index)
-        self._staged = self._slots[index][:nbytes]
-        return self._staged
+        self._settle()
+        self._slot = self._memory[:nbytes]
+        return self._slot
 
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: contract.Seal) -> None:
-        self._generation += 1
-        key, memory = (self._policy, group), self._staged.numpy().data  # the tensors lie there
-        mine = self._context.rank
-        waiting = {reader for reader, reads in self._reads.items() if group in reads.get(mine, ())}
-        held = Held(key, self._generation, memory, seal, waiting)
-        self._held[self._generation % len(self._slots)] = held
+        self._group, self._seal = group, seal  # the tensors lie in the slot
+        self._waiting = {reader for reader, groups in self._reads.items() if group in groups}
 
     def finish(self) -> None:
-        for index in range(len(self._held)):
-            self._settle(index)
-        self._hang_up()
+        self._settle()
+        self.abort()
 
     def lose(self, receiver_id: str) -> None:
-        self._lost |= {reader for reader in self._reads if reader[0] == receiver_id}
+        self._reads = {r: groups for r, groups in self._reads.items() if r[0] != receiver_id}
 
-    def abort(self, error: BaseException) -> None:
-        self._hang_up()
-
-    def close(self) -> None:
-        self._hang_up()
-        self._listener.close()
-
-    def _settle(self, index: int) -> None:
-        """Answer readers until all have credited what is in a slot, and take it out."""
-        if (held := self._held[index]) is not None:
-            talk(
-                self._context.watch,
-                self._talks,
-                f"credit for group {held.key[1]}",
-                lambda: [f"receiver {r[0]!r} rank {r[1]}" for r in held.waiting - self._lost],
-            )
-            self._held[index] = None
-
-    def _hang_up(self) -> None:
+    def abort(self, error: BaseException | None = None) -> None:
+        self._group = None
         while self._talks:
             self._talks.popitem()[1].close()
-        self._held = [None] * len(self._held)
+
+    def close(self) -> None:
+        self.abort()
+        self._listener.close()
+
+    def _settle(self) -> None:
+        if self._group is not None:  # answer readers until all have credited it
+            talk(self._context, self._talks, f"credit for group {self._group}", self._missing)
+            self._group = None
+
+    def _missing(self) -> list[str]:
+        return [f"receiver {r[0]!r} rank {r[1]}" for r in self._waiting & self._reads.keys()]
 
     def _accept(self) -> Steps[None]:
         while True:
@@ -260,19 +218,21 @@ class AcmeSender(contract.SenderTransport):
         with connection, contextlib.suppress(OSError, TransferError):
             link = Link(connection, "a reader")
             yield from link.send(challenge := secrets.token_bytes(CHALLENGE_BYTES))
-            reader, proof = yield from link.hear(tuple[Reader, bytes], HELLO_BYTES)
-            if not hmac.compare_digest(proof, hmac.digest(self._secret, challenge, "sha256")):
+            hello = yield from link.hear(tuple[Reader, contract.Policy, bytes], HELLO_BYTES)
+            reader, policy, proof = hello
+            signed = hmac.digest(self._secret, challenge, "sha256")
+            if policy != self._policy or not hmac.compare_digest(proof, signed):
                 return
             while True:
-                key = yield from link.hear(tuple[contract.Policy, int])
-                while (held := next((h for h in self._held if h and h.key == key), None)) is None:
+                group = yield from link.hear(int)
+                while self._group != group:
                     yield False
-                yield from link.tell((held.generation, held.seal))
-                yield from link.send(held.memory)
-                # A slot is emptied before it is filled: these bytes are whole, or disowned.
-                yield from link.tell(held.generation if held in self._held else 0)
-                if (yield from link.hear(int)) == held.generation:
-                    held.waiting.discard(reader)
+                yield from link.tell(self._seal)
+                yield from link.send(self._slot.numpy().data)
+                # It leaves the slot before that is filled: these bytes are whole, or disowned.
+                yield from link.tell(self._group == group)
+                if (yield from link.hear(int)) == self._group:
+                    self._waiting.discard(reader)
 
 
 class AcmeReceiver(contract.ReceiverTransport):
@@ -284,18 +244,17 @@ class AcmeReceiver(contract.ReceiverTransport):
 
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._table, self._regions = table, regions
-        self._reads: dict[int, set[int]] = {}
-        group_of = {i: g for g, members in enumerate(table.groups) for i in members.tensors}
+        self._reads: Reads = {}
+        cuts = Cuts(table)
         for region in regions:
             for shard in table.tensors[region.tensor].shards:
-                if all(overlap(region, shard)):
-                    self._reads.setdefault(shard.owner, set()).add(group_of[region.tensor])
+                if all(side.start < side.stop for side in overlap(region, shard)):
+                    self._reads.setdefault(shard.owner, set()).add(cuts.group_of(region))
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(self._reads)
 
     def begin(self, offer: contract.Offer) -> None:
-        self._policy = offer.policy
         self._with({owner: self._greet(owner, offer) for owner in self._reads}, "connection")
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[contract.Seal]:
@@ -304,18 +263,14 @@ class AcmeReceiver(contract.ReceiverTransport):
         self._with({o: self._take(o, group, regions) for o in owners}, f"group {group}")
         return self._seals
 
-    def finish(self) -> None:
-        self.close()
-
-    def abort(self, error: BaseException) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def abort(self, error: BaseException | None = None) -> None:
         while self._links:
             self._links.popitem()[1].connection.close()
 
+    finish = close = abort  # a version has its own connections
+
     def _with(self, talks: Talks, what: str) -> None:
-        talk(self._context.watch, talks, what, lambda: [f"trainer rank {o}" for o in talks])
+        talk(self._context, talks, what, lambda: [f"trainer rank {o}" for o in talks])
 
     def _greet(self, owner: int, offer: contract.Offer) -> Steps[None]:
         link = self._links[owner] = Link(socket.socket(), f"trainer rank {owner}")
@@ -323,26 +278,23 @@ class AcmeReceiver(contract.ReceiverTransport):
         try:
             link.connection.connect_ex((host, port))  # a refusal shows in the first read
         except (OSError, OverflowError) as error:
-            raise PeerLost(
-                f"{link.who} is at {host!r}, port {port} ({error}): correct it"
-            ) from error
+            raise PeerLost(f"{link.who} is at {host!r}, {port} ({error}): correct it") from error
         yield from link.read(challenge := bytearray(CHALLENGE_BYTES))
         proof = hmac.digest(secret, challenge, "sha256")
-        yield from link.tell(((self._context.member_id, self._context.rank), proof))
+        yield from link.tell(((self._context.member_id, self._context.rank), offer.policy, proof))
 
     def _take(self, owner: int, group: int, regions: Mapping[int, Tensor]) -> Steps[None]:
         link, layout = self._links[owner], slot_layout(self._table, group, owner)
         slot = torch.empty(layout.nbytes, dtype=torch.uint8)
-        yield from link.tell((self._policy, group))
-        generation, seal = yield from link.hear(tuple[int, contract.Seal])
+        yield from link.tell(group)
+        seal = yield from link.hear(contract.Seal)
         yield from link.read(slot.numpy().data)
-        if (yield from link.hear(int)) != generation:
+        if not (yield from link.hear(bool)):
             raise PeerLost(f"{link.who} refilled a slot under this late reader: receive a new one")
         for position, memory in regions.items():
             region = self._regions[position]
-            if (shard := layout.shards.get(region.tensor)) and all(box := overlap(region, shard)):
-                staged = cut(layout.places[region.tensor].view(slot), box, shard.offsets)
-                with torch.no_grad():
-                    cut(memory, box, region.offsets).copy_(staged)
-        yield from link.tell(generation)
+            if shard := layout.shards.get(region.tensor):
+                staged = layout.places[region.tensor].view(slot)[overlap(shard, region)]
+                memory.detach()[overlap(region, shard)].copy_(staged)
+        yield from link.tell(group)
         self._seals.append(seal)

@@ -11,23 +11,27 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from weightwire import ConfigError, SessionError, hookimpl
+from weightwire.deadline import Deadline, patience
 from weightwire.session import OpenRequest, SessionScheme, SessionStore
 
 __all__ = ["SqliteScheme", "SqliteStore"]
 
 BUSY_SECONDS = 5.0
+BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+PAUSE_SECONDS = 0.002
 SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID"
 
 
 class SqliteStore(SessionStore):
     """One row a record."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, deadline: Deadline) -> None:
         self.url = f"sqlite://{path}"
         self._path = path
         self._lock = threading.Lock()
@@ -37,16 +41,19 @@ class SqliteStore(SessionStore):
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._inode = path.stat().st_ino
             self._connection = sqlite3.connect(
-                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+                path, timeout=0, isolation_level=None, check_same_thread=False
             )
             for statement in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL", SCHEMA):
-                self._connection.execute(statement)
+                self._execute(self._connection, statement, deadline)
         except (OSError, sqlite3.Error) as error:
             self.close()
             raise SessionError(
                 f"session {self.url} can't be opened ({error}): give a file in a directory that "
                 "exists and can be written"
             ) from error
+        except BaseException:
+            self.close()
+            raise
 
     def get(self, key: str) -> bytes | None:
         rows, _ = self._run("SELECT value FROM records WHERE key = ?", key)
@@ -90,8 +97,8 @@ class SqliteStore(SessionStore):
                     raise FileNotFoundError("another file has its name")
                 if not durable:
                     self._connection.execute("PRAGMA synchronous=OFF")
-                cursor = self._connection.execute(statement, values)
-                return cursor.fetchall(), cursor.rowcount
+                deadline = Deadline(patience(BUSY_SECONDS))
+                return self._execute(self._connection, statement, deadline, values)
             except (OSError, sqlite3.Error) as error:
                 raise SessionError(
                     f"session {self.url} can't be used ({error}): was its file deleted, is the "
@@ -101,6 +108,32 @@ class SqliteStore(SessionStore):
                 if not durable:
                     with contextlib.suppress(sqlite3.Error):
                         self._connection.execute("PRAGMA synchronous=FULL")
+
+    def _execute(
+        self,
+        connection: sqlite3.Connection,
+        statement: str,
+        deadline: Deadline,
+        values: tuple[Any, ...] = (),
+    ) -> tuple[list[tuple[Any, ...]], int]:
+        """Run a statement, again while others hold the file.
+
+        SQLite's own busy timeout doesn't do: where waiting might be a deadlock, as when
+        several members switch a new file to the log at once, it fails without waiting.
+        """
+        while True:
+            try:
+                cursor = connection.execute(statement, values)
+                return cursor.fetchall(), cursor.rowcount
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in BUSY:  # the rest says how it is busy
+                    raise
+                if deadline.passed():
+                    raise SessionError(
+                        f"session {self.url} is locked, and was for {deadline.seconds:g} s "
+                        f"({error}): end the process that holds its file"
+                    ) from error
+            time.sleep(min(PAUSE_SECONDS, deadline.remaining()))
 
 
 def _below(prefix: str) -> tuple[str, str]:
@@ -121,7 +154,7 @@ class SqliteScheme(SessionScheme):
                 f"session URL {request.url.geturl()!r} names no file: "
                 "write sqlite:///absolute/path, with three slashes"
             )
-        return SqliteStore(path)
+        return SqliteStore(path, request.deadline)
 
 
 @hookimpl

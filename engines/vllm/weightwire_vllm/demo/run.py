@@ -21,11 +21,11 @@ from rich.table import Table
 
 import weightwire
 from weightwire import Report
-from weightwire.sources import WireRules, resolve
+from weightwire.sources import WireRules, as_source, resolve
 from weightwire_vllm import compare
 from weightwire_vllm.demo.actor import Actor
 from weightwire_vllm.demo.policy import Policy
-from weightwire_vllm.models import CheckpointSource, save_checkpoint
+from weightwire_vllm.models import save_checkpoint
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -86,7 +86,7 @@ def _run(options: DemoOptions, workdir: Path, console: Console) -> dict[str, Any
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(options.seed)
     policy = Policy(options.model, options.seed)
-    source = CheckpointSource(policy.model)
+    source = as_source(policy.model)
     initial = save_checkpoint(_as_sent(policy), workdir / "initial")
     session = f"file://{workdir / 'session'}"
     backend: dict[str, Any] = {"backend": options.backend}

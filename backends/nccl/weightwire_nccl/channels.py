@@ -1,0 +1,327 @@
+"""A group's bytes between owners and readers: header, check, payload, credit.
+
+Both ends step through the messages in one total order: by number, then by owner,
+then by reader.  Each waits only for messages that come before those it hasn't
+posted yet, so there is always one that both of its ends can complete: no deadlock,
+whoever stages in however small buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor
+
+from weightwire.contract import Policy, Seal
+from weightwire.errors import TableMismatch, TransferError
+from weightwire.table import Region, Shard
+from weightwire_nccl.epoch import Epoch
+from weightwire_nccl.pieces import ChannelPlan, Message, Piece
+from weightwire_nccl.records import HEADER_BYTES, Header, decode
+from weightwire_nccl.staging import Staging, raw, unpack
+from weightwire_nccl.wire import Wire, Work
+
+__all__ = ["Channel", "Owner", "Reader", "receive_plan", "seal_bound", "send_plan"]
+
+_ASK, _FRAME, _PAYLOAD, _PLAN, _CREDIT = range(1, 6)
+_MAX_PLAN = 1 << 30
+
+
+@dataclass(frozen=True)
+class Channel:
+    """From one owner to those who read the same of it.
+
+    Attributes:
+        owner: rank in the group.
+        readers: ranks in the group; one, unless it is a broadcast.
+        digest: first 16 bytes of the plan's digest.
+        wire: what is broadcast on, the owner first; None point-to-point.
+    """
+
+    owner: int
+    readers: tuple[int, ...]
+    plan: ChannelPlan
+    digest: bytes
+    wire: Wire | None = None
+
+
+def seal_bound(tensors: int) -> int:
+    """Most bytes of a seal over so many tensors: a digest takes 9 and its key 5 in msgpack."""
+    return 64 + 16 * tensors
+
+
+class _End:
+    """What both ends share: the version that they are in, and the buckets."""
+
+    def __init__(self, epoch: Epoch, staging: Staging, channels: Sequence[Channel]) -> None:
+        self.epoch = epoch
+        self.channels = tuple(channels)
+        self.staging = staging
+        self._policy = Policy(0, 0)
+        self._direct: list[tuple[Work, tuple[int, ...]]] = []
+
+    def start(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def _header(self, channel: Channel, group: int, seal: int = 0) -> Header:
+        nbytes = sum(message.nbytes for message in channel.plan.of_group(group))
+        return Header(self._policy, group, self.epoch.generation, nbytes, channel.digest, seal)
+
+    def _check(self, mine: Header, payload: bytes, peer: int) -> Header:
+        who = str(self.epoch.members[peer])
+        theirs = Header.decode(payload, who)
+        difference = mine.difference(theirs)
+        if difference:
+            raise TableMismatch(
+                f"{who} is at another place than this side before group {mine.group} "
+                f"({difference}): send the version again"
+            )
+        return theirs
+
+    def _finish_messages(self) -> None:
+        direct, self._direct = self._direct, []
+        for work, peers in direct:
+            self.epoch.complete(work, *peers)
+        self.staging.drain()
+        self.epoch.payload.flush()
+
+
+class Owner(_End):
+    """A trainer rank's end of its channels.
+
+    Args:
+        shards: of this rank, by tensor.
+        seals: most bytes of a seal, by group.
+
+    Attributes:
+        sent_nbytes: payload of this version so far; a broadcast counts once.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        staging: Staging,
+        channels: Sequence[Channel],
+        shards: Mapping[int, Shard],
+        seals: Sequence[int],
+    ) -> None:
+        super().__init__(epoch, staging, channels)
+        self._shards = shards
+        self._seals = seals
+        self.sent_nbytes = 0
+
+    def send(
+        self, group: int, tensors: Mapping[int, Tensor], seal: Seal, fence: Callable[[], None]
+    ) -> None:
+        """Returns when every tensor may change."""
+        fence()
+        channels = [channel for channel in self.channels if channel.plan.of_group(group)]
+        if not channels:
+            return
+        control = self.epoch.control
+        sealed = msgspec.msgpack.encode(seal)
+        if len(sealed) > self._seals[group]:
+            raise TransferError(f"the seal of group {group} has {len(sealed)} bytes: too many")
+        asked: list[tuple[int, Header, Tensor, Work]] = []
+        framed: list[tuple[int, Work]] = []
+        for channel in channels:
+            header = self._header(channel, group, len(sealed))
+            data = _frame(HEADER_BYTES + self._seals[group], header.encode() + sealed)
+            for reader in channel.readers:
+                with self.epoch.translated(reader):
+                    ask = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                    asked.append((reader, header, ask, control.recv(ask, reader, _ASK)))
+                    framed.append((reader, control.send(data, reader, _FRAME)))
+        for reader, header, ask, work in asked:
+            self.epoch.complete(work, reader)
+            self._check(header, _bytes(ask), reader)
+        most = max(len(channel.plan.of_group(group)) for channel in channels)
+        for number in range(most):
+            for channel in channels:
+                messages = channel.plan.of_group(group)
+                if number < len(messages):
+                    self._send(channel, messages[number], tensors)
+        self._finish_messages()
+        for reader, work in framed:
+            self.epoch.complete(work, reader)
+
+    def _send(self, channel: Channel, message: Message, tensors: Mapping[int, Tensor]) -> None:
+        boxes = [
+            _cut(tensors[piece.tensor], piece, self._shards[piece.tensor].offsets)
+            for piece in message.pieces
+        ]
+        as_it_lies = _travels(boxes, self.epoch.device)
+        data = raw(boxes[0]) if as_it_lies else self.staging.pack(boxes, message.nbytes)
+        self.sent_nbytes += data.numel()
+        with self.epoch.translated(*channel.readers):
+            if channel.wire is not None:
+                work = channel.wire.broadcast(data, 0)
+            else:
+                work = self.epoch.payload.send(data, channel.readers[0], _PAYLOAD)
+        if as_it_lies:
+            self._direct.append((work, channel.readers))
+        else:
+            self.staging.when_settled(partial(self.epoch.complete, work, *channel.readers))
+
+    def await_credits(self) -> None:
+        """Return when every reader holds all that this rank has sent."""
+        for channel in self.channels:
+            for reader in channel.readers if channel.plan.groups else ():
+                credit = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                with self.epoch.translated(reader):
+                    work = self.epoch.control.recv(credit, reader, _CREDIT)
+                self.epoch.complete(work, reader)
+                last = max(channel.plan.groups)
+                self._check(self._header(channel, last), _bytes(credit), reader)
+
+
+class Reader(_End):
+    """An inference rank's end of its channels.
+
+    Args:
+        regions: the plan's.
+        seals: most bytes of a seal, by owner and group.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        staging: Staging,
+        channels: Sequence[Channel],
+        regions: Sequence[Region],
+        seals: Mapping[int, Sequence[int]],
+    ) -> None:
+        super().__init__(epoch, staging, channels)
+        self._regions = regions
+        self._seals = seals
+
+    def fetch(
+        self, group: int, memory: Mapping[int, Tensor], fence: Callable[[], None]
+    ) -> list[Seal]:
+        """Returns when every region of the group is filled."""
+        fence()
+        channels = [channel for channel in self.channels if channel.plan.of_group(group)]
+        control = self.epoch.control
+        framed: list[tuple[Channel, Header, Tensor, Work]] = []
+        asked: list[tuple[int, Work]] = []
+        for channel in channels:
+            header = self._header(channel, group)
+            owner = channel.owner
+            with self.epoch.translated(owner):
+                ask = control.send(_frame(HEADER_BYTES, header.encode()), owner, _ASK)
+                data = torch.empty(HEADER_BYTES + self._seals[owner][group], dtype=torch.uint8)
+                framed.append((channel, header, data, control.recv(data, owner, _FRAME)))
+            asked.append((owner, ask))
+        seals = []
+        for channel, header, data, work in framed:
+            self.epoch.complete(work, channel.owner)
+            seals.append(self._seal(channel, header, data))
+        most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
+        for number in range(most):
+            for channel in channels:
+                messages = channel.plan.of_group(group)
+                if number < len(messages):
+                    self._receive(channel, messages[number], memory)
+        self._finish_messages()
+        for channel in channels:
+            if group == max(channel.plan.groups):
+                credit = _frame(HEADER_BYTES, self._header(channel, group).encode())
+                with self.epoch.translated(channel.owner):
+                    asked.append((channel.owner, control.send(credit, channel.owner, _CREDIT)))
+        for owner, work in asked:
+            self.epoch.complete(work, owner)
+        return seals
+
+    def _seal(self, channel: Channel, header: Header, data: Tensor) -> Seal:
+        payload = _bytes(data)
+        theirs = self._check(header, payload[:HEADER_BYTES], channel.owner)
+        if theirs.seal > len(payload) - HEADER_BYTES:
+            raise TransferError(
+                f"{self.epoch.members[channel.owner]} announces a seal of {theirs.seal} bytes: "
+                "run one weightwire version on all sides"
+            )
+        sealed = payload[HEADER_BYTES : HEADER_BYTES + theirs.seal]
+        return decode(sealed, Seal, str(self.epoch.members[channel.owner]))
+
+    def _receive(self, channel: Channel, message: Message, memory: Mapping[int, Tensor]) -> None:
+        boxes = [
+            _cut(memory[piece.region], piece, self._regions[piece.region].offsets)
+            for piece in message.pieces
+        ]
+        in_place = _travels(boxes, self.epoch.device)
+        data = raw(boxes[0]) if in_place else self.staging.land(message.nbytes)
+        others = (channel.owner, *(r for r in channel.readers if r != self.epoch.rank))
+        with self.epoch.translated(*others):
+            if channel.wire is not None:
+                work = channel.wire.broadcast(data, 0)
+            else:
+                work = self.epoch.payload.recv(data, channel.owner, _PAYLOAD)
+        if in_place:
+            self._direct.append((work, others))
+        else:
+            self.staging.when_settled(partial(self._take, work, others, data, boxes))
+
+    def _take(
+        self, work: Work, peers: tuple[int, ...], data: Tensor, boxes: Sequence[Tensor]
+    ) -> None:
+        self.epoch.complete(work, *peers)
+        with torch.no_grad():
+            unpack(data, boxes)
+
+
+def send_plan(epoch: Epoch, payload: bytes, owners: Sequence[int]) -> None:
+    """A reader's regions, to the trainer ranks: once for all who read the same."""
+    size = _frame(8, len(payload).to_bytes(8, "little"))
+    body = _frame(max(1, len(payload)), payload)
+    works = []
+    for owner in owners:
+        with epoch.translated(owner):
+            works.append((epoch.control.send(size, owner, _PLAN), owner))
+            works.append((epoch.control.send(body, owner, _PLAN), owner))
+    for work, owner in works:
+        epoch.complete(work, owner)
+
+
+def receive_plan(epoch: Epoch, reader: int) -> bytes:
+    """What ``send_plan`` sent."""
+    size = torch.empty(8, dtype=torch.uint8)
+    with epoch.translated(reader):
+        work = epoch.control.recv(size, reader, _PLAN)
+    epoch.complete(work, reader)
+    nbytes = int.from_bytes(_bytes(size), "little")
+    if nbytes > _MAX_PLAN:
+        raise TransferError(
+            f"{epoch.members[reader]} announces a plan of {nbytes} bytes: "
+            "run one weightwire version on all sides"
+        )
+    body = torch.empty(max(1, nbytes), dtype=torch.uint8)
+    with epoch.translated(reader):
+        work = epoch.control.recv(body, reader, _PLAN)
+    epoch.complete(work, reader)
+    return _bytes(body)[:nbytes]
+
+
+def _cut(tensor: Tensor, piece: Piece, origin: tuple[int, ...]) -> Tensor:
+    slices = tuple(
+        slice(begin - at, end - at)
+        for begin, end, at in zip(piece.begin, piece.end, origin, strict=True)
+    )
+    return tensor[slices] if slices else tensor
+
+
+def _travels(boxes: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether a message can leave from, or land in, the tensor itself."""
+    return len(boxes) == 1 and boxes[0].is_contiguous() and boxes[0].device == device
+
+
+def _frame(nbytes: int, payload: bytes) -> Tensor:
+    """A uint8 tensor that begins with ``payload``."""
+    return torch.frombuffer(bytearray(payload.ljust(nbytes, b"\0")), dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,444 @@
+"""The process group of one membership epoch, and the one thread that uses it.
+
+Libraries block: every operation on the group and on the store runs on this
+thread, and the caller's thread waits for it under its watch.  Whoever gives up
+ends what the thread is blocked in, so that it ends, too.
+
+Any failure drops the group whole, on every member: nothing that was on its way
+can meet a later version.  The first to fail leaves its reason in the store; the
+others, whose connections then end, give that reason instead of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import torch
+
+from weightwire.deadline import Watch
+from weightwire.errors import (
+    BackendUnavailable,
+    PeerLost,
+    TableMismatch,
+    TransferError,
+    TransferTimeout,
+    WeightWireError,
+)
+from weightwire_nccl.gloo import GlooWire
+from weightwire_nccl.meeting import Client
+from weightwire_nccl.records import Hello, Member, Opening, decode, digest_of
+from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
+from weightwire_nccl.witness import Witness
+
+__all__ = ["Epoch", "Job"]
+
+log = logging.getLogger("weightwire.nccl")
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 2.0
+"""How much longer than the caller the thread waits: the caller knows better who is missing."""
+_CAUSE_SECONDS = 0.3
+_PATIENCE = 1.0
+"""Seconds after which a wait is witnessed; sooner under a short deadline."""
+_JOIN_SECONDS = 0.5
+_FIRST_PAUSE = 0.0001
+_LAST_PAUSE = 0.01
+_PROBE_TAG = 9
+
+
+class Job(Generic[T]):
+    """Something that the thread does; ``done`` is set when it has ended, in whatever way."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work: Callable[[], T] | None = work
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.result: T | None = None
+
+
+class Epoch:
+    """A member's end of the group; not formed until ``join``.
+
+    Args:
+        address: of this process, for the group's own connections.
+        server: host and port of the store.
+        gpu: index of this process's GPU, or None.
+
+    Attributes:
+        id: of the group that is formed, or empty.
+        members: by rank in the group.
+        generation: versions that the group has carried.
+        formed_in: seconds that forming the group took.
+    """
+
+    def __init__(
+        self, watch: Watch, address: str, server: tuple[str, int], gpu: int | None
+    ) -> None:
+        self._watch = watch
+        self._gpu = gpu
+        self._address = address
+        self.server = server
+        self.id = ""
+        self.members: tuple[Member, ...] = ()
+        self.rank = -1
+        self.generation = 0
+        self.formed_in = 0.0
+        self.device = torch.device("cpu")
+        self.failure: BaseException | None = None
+        self._me = "a member"
+        self._reason = ""
+        self._awaited: tuple[int, ...] = ()
+        self._client: Client | None = None
+        self._control: GlooWire | None = None
+        self._payload: Wire | None = None
+        self._shared: dict[tuple[int, ...], Wire] = {}
+        self._all_wires: list[Wire] = []
+        self._giving_up = threading.Event()
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="weightwire-nccl", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the caller's thread
+
+    def submit(self, work: Callable[[], T]) -> Job[T]:
+        """Have the thread do something, after all that it was given before."""
+        job = Job(work)
+        self._jobs.put(job)
+        return job
+
+    def wait(self, job: Job[T], what: str) -> T:
+        """The job's result.
+
+        Raises:
+            TransferTimeout, PeerLost, ...: what the watch or the job says.
+        """
+        witness: Witness | None = None
+        patience = time.monotonic() + min(_PATIENCE, self._watch.deadline.remaining() / 4)
+
+        def rest(seconds: float) -> None:
+            nonlocal witness
+            late = not job.done.wait(seconds) and time.monotonic() > patience
+            if late and witness is None and self.id:
+                witness = self._witness()
+
+        def missing() -> Sequence[str]:
+            ranks = (witness.silent if witness is not None else ()) or self._awaited
+            return self._names(ranks)
+
+        try:
+            self._watch.until(job.done.is_set, what, missing, rest=rest)
+        finally:
+            if witness is not None:
+                witness.close()
+        if job.error is not None:
+            raise job.error
+        return job.result  # type: ignore[return-value]  # set, as there is no error
+
+    def _witness(self) -> Witness:
+        return Witness(
+            self.server,
+            f"epoch/{self.id}",
+            self.rank,
+            len(self.members),
+            lambda: self._awaited,
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """Drop the group; the members learn why.  Never waits long; idempotent."""
+        if not self._giving_up.is_set():
+            first = (str(error).splitlines() or [""])[0] or type(error).__name__
+            self._reason = f"{self._me} gave up: {first}"
+            self._giving_up.set()
+            for wire in tuple(self._all_wires):
+                wire.abort()
+        self._end()
+
+    def close(self) -> None:
+        """Leave the group in good order: nothing is under way.  Idempotent."""
+        self._end()
+
+    def _end(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._giving_up.set()
+            for wire in tuple(self._all_wires):
+                wire.abort()
+            if self._client is not None:
+                self._client.hang_up()
+            self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            # Gloo is still connecting to a process that came and then stood still; it
+            # ends by this call's deadline.
+            log.warning("the thread of a group that wasn't formed ends with its deadline")
+
+    # ------------------------------------------------------------------ the group's thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, job.work = job.work, None
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                if self._giving_up.is_set():
+                    raise TransferError(self._reason)
+                assert work is not None  # noqa: S101 - a job is run once
+                job.result = work()
+            except BaseException as error:
+                job.error = self._failed(error)
+            finally:
+                del work
+                job.done.set()
+            del job
+        self._leave()
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Drop the group because of ``error``; what the caller is told."""
+        if self.failure is None:
+            self.failure = error
+            if not self._giving_up.is_set():
+                first = (str(error).splitlines() or [""])[0]
+                told = isinstance(error, PeerLost)  # names the one who failed already
+                self._reason = first if told else f"{self._me} gave up: {first}"
+            self._tell_reason()
+            for wire in self._all_wires:
+                wire.abort()
+        return error
+
+    def _tell_reason(self) -> None:
+        if self._reason and self.id and self._client is not None:
+            with contextlib.suppress(WeightWireError):
+                self._client.first(f"why/{self.id}", self._reason)
+
+    def _leave(self) -> None:
+        if self._giving_up.is_set():
+            self._tell_reason()
+        self._drop_group()
+        if self._client is not None:
+            self._client.close()
+
+    def _drop_group(self) -> None:
+        for wire in self._all_wires:
+            wire.close()
+        self._all_wires.clear()
+        self._shared.clear()
+        self._control = self._payload = None
+        self.id = ""
+
+    @property
+    def client(self) -> Client:
+        """The connection to the store, made when it is first used."""
+        if self._client is None:
+            self._awaited = (0,)
+            self._client = Client(*self.server, "sender rank 0")
+            self._client.connect(self._watch.deadline.remaining())
+        return self._client
+
+    def until(self, look: Callable[[], T | None], awaited: Callable[[], Sequence[int]]) -> T:
+        """On the group's thread: look until there is something."""
+        pause = _FIRST_PAUSE
+        end = time.monotonic() + self._watch.deadline.remaining() + _GRACE_SECONDS
+        while True:
+            value = look()
+            if value:
+                return value
+            self._awaited = tuple(awaited())
+            if self._giving_up.wait(pause):
+                raise TransferError(self._reason)
+            if time.monotonic() > end:
+                raise TransferTimeout(f"no sign of {', '.join(self._names(self._awaited))}")
+            pause = min(pause * 1.5, _LAST_PAUSE)
+
+    def opening(self, key: str) -> Opening:
+        """What the sender's rank 0 says of a version, once it has."""
+        payload = self.until(lambda: self.client.peek(key), lambda: (0,))
+        return decode(payload, Opening, "sender rank 0")
+
+    def enter(self, opening: Opening, me: Member) -> None:
+        """Form the group that ``opening`` names, unless this is it.
+
+        Raises:
+            TableMismatch: this process isn't one of the members, or another says it is.
+            PeerLost, TransferTimeout: a member didn't come; names it.
+        """
+        if opening.epoch == self.id and opening.generation == self.generation + 1:
+            self.generation += 1
+            return
+        if opening.generation != 1:
+            raise TransferError(
+                f"{me} isn't in the group {opening.epoch!r} any more: send the version again"
+            )
+        began = time.perf_counter()
+        self._drop_group()
+        places = [i for i, member in enumerate(opening.members) if member == me]
+        if len(places) != 1:
+            raise TableMismatch(
+                f"{me} is {len(places)} times among the {len(opening.members)} members of "
+                f"{opening.policy}: open each rank of a replica once, with its own rank"
+            )
+        self.members, self.rank, self._me = opening.members, places[0], str(me)
+        self.id, self.generation = opening.epoch, 1
+        self._roll_call(opening, me)
+        self._form(opening)
+        self.formed_in = time.perf_counter() - began
+
+    def _roll_call(self, opening: Opening, me: Member) -> None:
+        """Every member says who it is; together they are the members, each once."""
+        prefix = f"epoch/{opening.epoch}/hello"
+        digest = digest_of(msgspec.msgpack.encode(opening))
+        client = self.client
+        taken = client.first(f"{prefix}/{self.rank}/by", me.nonce)
+        if taken != me.nonce:
+            raise TableMismatch(f"two processes say that they are {me}: give each its own rank")
+        client.put(f"{prefix}/{self.rank}", msgspec.msgpack.encode(Hello(me, digest)))
+        absent = dict(enumerate(opening.members))
+
+        def all_came() -> bool:
+            for rank in tuple(absent):
+                payload = client.peek(f"{prefix}/{rank}")
+                if payload is None:
+                    self._raise_cause()
+                    return False
+                member = absent.pop(rank)
+                hello = decode(payload, Hello, str(member))
+                if hello != Hello(member, digest):
+                    raise TableMismatch(
+                        f"{member} came to the group as {hello.member}, or to another version: "
+                        "run one weightwire version on all sides"
+                    )
+            return True
+
+        self.until(all_came, lambda: tuple(absent))
+
+    def _form(self, opening: Opening) -> None:
+        ranks = tuple(range(len(self.members)))
+        self._awaited = tuple(rank for rank in ranks if rank != self.rank)
+        self._control = GlooWire(
+            self._substore("control"), self.rank, len(ranks), self._address, self._seconds()
+        )
+        self._all_wires.append(self._control)
+        if opening.library == "nccl":
+            self._payload = self._nccl("all", ranks)
+            self.device = self._payload.device
+        else:
+            self._payload, self.device = self._control, torch.device("cpu")
+
+    def shared_wire(self, ranks: tuple[int, ...]) -> Wire:
+        """A communicator of these members, the first of which is the root.
+
+        Every one of them calls it, all in one order.
+        """
+        if ranks not in self._shared:
+            name = "shared-" + digest_of(repr(ranks).encode())
+            self._awaited = tuple(rank for rank in ranks if rank != self.rank)
+            if self.device.type == "cuda":
+                self._shared[ranks] = self._nccl(name, ranks)
+            else:
+                wire = GlooWire(
+                    self._substore(name),
+                    ranks.index(self.rank),
+                    len(ranks),
+                    self._address,
+                    self._seconds(),
+                )
+                self._all_wires.append(wire)
+                self._shared[ranks] = wire
+        return self._shared[ranks]
+
+    def _nccl(self, name: str, ranks: tuple[int, ...]) -> Wire:
+        from weightwire_nccl.nccl import NcclWire
+
+        assert self._gpu is not None  # noqa: S101 - it said that it has one
+        device = torch.device("cuda", self._gpu)
+        torch.cuda.set_device(device)  # of this thread
+        wire = NcclWire(self._substore(name), ranks.index(self.rank), len(ranks), device)
+        self._all_wires.append(wire)
+        return wire
+
+    def _substore(self, name: str) -> Any:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # see meeting.py
+
+        return PrefixStore(f"epoch/{self.id}/{name}", self.client.store)
+
+    # ------------------------------------------------------------------ messages
+
+    @property
+    def control(self) -> GlooWire:
+        if self._control is None:
+            raise BackendUnavailable("the group isn't formed")
+        return self._control
+
+    @property
+    def payload(self) -> Wire:
+        if self._payload is None:
+            raise BackendUnavailable("the group isn't formed")
+        return self._payload
+
+    def complete(self, work: Work, *peers: int) -> None:
+        """Wait for an operation with these members.
+
+        Raises:
+            PeerLost: one of them is gone, or gave up; says which.
+            TransferTimeout: nothing came.
+        """
+        self._awaited = peers
+        with self.translated(*peers):
+            work.wait(self._seconds())
+
+    @contextlib.contextmanager
+    def translated(self, *peers: int) -> Any:
+        """Errors of the wire, in weightwire's tree."""
+        try:
+            yield
+        except WireLate as error:
+            raise TransferTimeout(
+                f"no message from {', '.join(self._names(peers))} in time: check that it is alive"
+            ) from error
+        except WireBroken as error:
+            if self._giving_up.is_set():
+                raise TransferError(self._reason) from error
+            self._await_cause()
+            lost = self._gone(peers) if len(peers) > 1 else peers
+            who = " or ".join(self._names(lost or peers))
+            raise PeerLost(
+                f"{who} is gone (its connection ended): restart it, and send again\n{error}"
+            ) from error
+
+    def _names(self, peers: Sequence[int]) -> list[str]:
+        if not self.members:
+            return ["sender rank 0"]  # nobody else is known before the group is
+        return [str(self.members[peer]) for peer in peers]
+
+    def _seconds(self) -> float:
+        return self._watch.deadline.remaining() + _GRACE_SECONDS
+
+    def _await_cause(self) -> None:
+        """Raise what another member said of its failure, if it says so soon."""
+        end = time.monotonic() + _CAUSE_SECONDS
+        while time.monotonic() < end and not self._giving_up.is_set():
+            self._raise_cause()
+            time.sleep(_LAST_PAUSE)
+
+    def _raise_cause(self) -> None:
+        cause = self.client.peek(f"why/{self.id}")
+        if cause is not None:
+            raise PeerLost(cause.decode("utf-8", "replace"))
+
+    def _gone(self, peers: Sequence[int]) -> tuple[int, ...]:
+        """Those to whom nothing can be sent any more."""
+        nothing = torch.empty(1, dtype=torch.uint8)
+        gone = []
+        for peer in peers:
+            try:
+                self.control.send(nothing, peer, _PROBE_TAG)
+            except WireBroken:
+                gone.append(peer)
+        return tuple(gone)

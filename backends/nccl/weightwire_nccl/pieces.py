@@ -1,0 +1,219 @@
+"""Which bytes an owner sends to a reader, cut into messages: the same on both ends.
+
+A reader's plan is its regions.  Intersected with an owner's shards they are
+*pieces*, boxes of one tensor.  A large piece is a message of its own, split
+where it exceeds a bucket, so that it can leave from and land in the tensors
+themselves; small ones are packed one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightwire.errors import TableMismatch
+from weightwire.table import Region, Shard, TensorTable
+
+__all__ = [
+    "ChannelPlan",
+    "Message",
+    "Piece",
+    "ReadPlan",
+    "decode_regions",
+    "encode_regions",
+    "shards_by_owner",
+]
+
+Point = tuple[int, ...]
+
+LARGE = 256 << 10
+"""Bytes from which on a piece travels by itself."""
+
+PACKED = 16 << 20
+"""Most bytes of a packed message: the next is packed while this one travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one tensor.
+
+    Attributes:
+        region: position in the reader's regions.
+        tensor: index into the table's tensors.
+        begin, end: in the tensor's global index space.
+    """
+
+    region: int
+    tensor: int
+    begin: Point
+    end: Point
+    nbytes: int
+
+    @property
+    def sizes(self) -> Point:
+        return tuple(e - b for b, e in zip(self.begin, self.end, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Pieces that travel together, one after another without gaps."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+
+class ChannelPlan:
+    """What one owner sends to the readers of one plan, group by group.
+
+    Attributes:
+        nbytes: payload of all groups.
+    """
+
+    def __init__(self, groups: Mapping[int, tuple[Message, ...]]) -> None:
+        self._groups = groups
+        self.nbytes = sum(m.nbytes for messages in groups.values() for m in messages)
+
+    def of_group(self, group: int) -> tuple[Message, ...]:
+        return self._groups.get(group, ())
+
+    @property
+    def groups(self) -> frozenset[int]:
+        return frozenset(self._groups)
+
+
+class ReadPlan:
+    """A reader's regions, to be intersected with owners' shards.
+
+    Args:
+        bucket_bytes: most bytes of a message.
+    """
+
+    def __init__(self, table: TensorTable, regions: Sequence[Region], bucket_bytes: int) -> None:
+        self._table = table
+        self._bucket_bytes = bucket_bytes
+        self._by_tensor: dict[int, list[tuple[int, Region]]] = {}
+        for position, region in enumerate(regions):
+            self._by_tensor.setdefault(region.tensor, []).append((position, region))
+
+    def channel(self, shards: Mapping[int, Shard]) -> ChannelPlan:
+        """Of the owner that holds these shards, by tensor."""
+        groups = {}
+        for group, members in enumerate(self._table.groups):
+            pieces = [
+                piece
+                for i in members.tensors
+                if i in self._by_tensor and i in shards
+                for position, region in self._by_tensor[i]
+                for piece in self._pieces(position, region, shards[i])
+            ]
+            if pieces:
+                groups[group] = tuple(self._messages(pieces))
+        return ChannelPlan(groups)
+
+    def _pieces(self, position: int, region: Region, shard: Shard) -> Iterator[Piece]:
+        begin = tuple(max(a, b) for a, b in zip(region.offsets, shard.offsets, strict=True))
+        end = tuple(
+            min(a + m, b + n)
+            for a, m, b, n in zip(
+                region.offsets, region.sizes, shard.offsets, shard.sizes, strict=True
+            )
+        )
+        if any(b >= e for b, e in zip(begin, end, strict=True)):
+            return
+        itemsize = self._table.tensors[region.tensor].torch_dtype.itemsize
+        for low, high, nbytes in _split(begin, end, itemsize, self._bucket_bytes):
+            yield Piece(position, region.tensor, low, high, nbytes)
+
+    def _messages(self, pieces: Sequence[Piece]) -> Iterator[Message]:
+        most = min(PACKED, self._bucket_bytes)
+        packed: list[Piece] = []
+        nbytes = 0
+        for piece in pieces:
+            if piece.nbytes >= min(LARGE, most):
+                yield Message((piece,), piece.nbytes)
+                continue
+            if nbytes + piece.nbytes > most:
+                yield Message(tuple(packed), nbytes)
+                packed, nbytes = [], 0
+            packed.append(piece)
+            nbytes += piece.nbytes
+        if packed:
+            yield Message(tuple(packed), nbytes)
+
+
+def _split(
+    begin: Point, end: Point, itemsize: int, most: int
+) -> Iterator[tuple[Point, Point, int]]:
+    """Boxes of at most ``most`` bytes, cut along the first dimension that has several rows."""
+    sizes = [e - b for b, e in zip(begin, end, strict=True)]
+    nbytes = math.prod(sizes) * itemsize
+    if nbytes <= most:
+        yield begin, end, nbytes
+        return
+    dim = next(i for i, size in enumerate(sizes) if size > 1)
+    row = nbytes // sizes[dim]
+    rows = max(1, most // row)
+    for at in range(begin[dim], end[dim], rows):
+        low = (*begin[:dim], at, *begin[dim + 1 :])
+        high = (*end[:dim], min(at + rows, end[dim]), *end[dim + 1 :])
+        yield from _split(low, high, itemsize, most)
+
+
+def shards_by_owner(table: TensorTable) -> dict[int, dict[int, Shard]]:
+    """By owner and tensor; a rank has at most one shard of a tensor."""
+    found: dict[int, dict[int, Shard]] = {}
+    for i, entry in enumerate(table.tensors):
+        for shard in entry.shards:
+            found.setdefault(shard.owner, {})[i] = shard
+    return found
+
+
+def encode_regions(regions: Sequence[Region]) -> bytes:
+    """Little-endian 64-bit integers: tensor, dimensions, offsets, sizes of each region."""
+    flat: list[int] = []
+    for region in regions:
+        flat += (region.tensor, len(region.sizes), *region.offsets, *region.sizes)
+    return np.asarray(flat, dtype="<i8").tobytes()
+
+
+def decode_regions(payload: bytes, table: TensorTable, who: str) -> list[Region]:
+    """Regions that another process planned, each inside its tensor.
+
+    Raises:
+        TableMismatch: they aren't; names ``who``.
+    """
+    if len(payload) % 8:
+        raise _wrong(who)
+    flat: list[int] = np.frombuffer(payload, dtype="<i8").tolist()
+    regions = []
+    at = 0
+    while at < len(flat):
+        if at + 2 > len(flat):
+            raise _wrong(who)
+        tensor, dims = flat[at], flat[at + 1]
+        at += 2
+        if not 0 <= tensor < len(table.tensors) or dims != len(table.tensors[tensor].shape):
+            raise _wrong(who)
+        offsets, sizes = tuple(flat[at : at + dims]), tuple(flat[at + dims : at + 2 * dims])
+        at += 2 * dims
+        if at > len(flat) or any(
+            offset < 0 or size < 0 or offset + size > extent
+            for offset, size, extent in zip(
+                offsets, sizes, table.tensors[tensor].shape, strict=True
+            )
+        ):
+            raise _wrong(who)
+        regions.append(Region(tensor, offsets, sizes))
+    if len(set(regions)) != len(regions):
+        raise _wrong(who)
+    return regions
+
+
+def _wrong(who: str) -> TableMismatch:
+    return TableMismatch(
+        f"{who} sent a plan that doesn't fit the tensor table: "
+        "run one weightwire version on all sides"
+    )
