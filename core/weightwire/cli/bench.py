@@ -25,7 +25,10 @@ def bench(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a side.", min=1)] = None,
     device: Annotated[
-        str | None, typer.Option(help="'cpu' or 'cuda', where the backend moves both.")
+        str | None, typer.Option(help="'cpu', 'cuda' or 'cuda:0', where the backend can.")
+    ] = None,
+    receiver_device: Annotated[
+        str | None, typer.Option(help="The receiver's, if it is another, such as 'cuda:1'.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -42,10 +45,12 @@ def bench(
         raise UnsupportedOperation(
             f"backend {backend!r} has no benchmark: its package {package} has no bench module"
         ) from error
-    choice = {} if device is None else {"device": device}
-    if choice and "device" not in inspect.signature(module.run).parameters:
+    wanted = {"device": device, "receiver_device": receiver_device}
+    choice = {name: value for name, value in wanted.items() if value is not None}
+    for name in choice.keys() - inspect.signature(module.run).parameters.keys():
         raise UnsupportedOperation(
-            f"the benchmark of {backend!r} has no choice of device: leave --device out"
+            f"the benchmark of {backend!r} has no choice of {name}: "
+            f"leave --{name.replace('_', '-')} out"
         )
     result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads, **choice)
     if as_json:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from weightwire._version import __version__
-from weightwire.cli import backends, bench, conformance, demo, inspect
+from weightwire.cli import backends, bench, conformance, demo, inspect, plan
 from weightwire.errors import WeightWireError
 
 __all__ = ["app", "main"]
@@ -31,6 +31,7 @@ app.command("inspect")(inspect.inspect)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("conformance")(conformance.conformance)
+app.command("plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:
