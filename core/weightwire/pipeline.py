@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
+from weightwire.copying import copy_all
 from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
 from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
@@ -164,7 +165,7 @@ class SendPlan:
             here = [i for i in views if i not in assembled]
             if here:
                 values = [self._local(tensors, layout, i) for i in here]
-                torch._foreach_copy_([views[i] for i in here], values)
+                copy_all([views[i] for i in here], values)
             staged.update(views)
         return staged
 

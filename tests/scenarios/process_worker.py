@@ -14,6 +14,7 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
+import importlib.util
 import json
 import os
 import queue
@@ -160,6 +161,9 @@ class SteppedModule(_Stepped, ModuleTarget):
 
 # ------------------------------------------------------------------ a third party's backends
 
+MOVING = threading.Event()
+"""Set from the begin of a transport's version to its finish."""
+
 
 class SteppedSender(SenderTransport):
     """Passes everything on, and stops where a test says."""
@@ -174,8 +178,13 @@ class SteppedSender(SenderTransport):
     def describe(self) -> bytes:
         return self._inner.describe()
 
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        return self._inner.path
+
     def begin(self, offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
         reach("sender.begin")
+        MOVING.set()
         self._inner.begin(offer, readers)
 
     def slot(self, group: int, nbytes: int) -> Tensor | None:
@@ -191,6 +200,7 @@ class SteppedSender(SenderTransport):
     def finish(self) -> None:
         reach("sender.finish")
         self._inner.finish()
+        MOVING.clear()
 
     def publish(self) -> None:
         reach("sender.publish")
@@ -219,12 +229,21 @@ class SteppedReceiver(ReceiverTransport):
     def describe(self) -> bytes:
         return self._inner.describe()
 
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        return self._inner.path
+
     def begin(self, offer: Offer) -> None:
         reach("receiver.begin")
+        MOVING.set()
         self._inner.begin(offer)
 
     def slot(self, group: int, nbytes: int) -> Tensor | None:
         return self._inner.slot(group, nbytes)
+
+    def post(self, group: int, regions: Mapping[int, Tensor]) -> None:
+        reach("receiver.post")
+        self._inner.post(group, regions)
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         reach("receiver.fetch")
@@ -235,6 +254,7 @@ class SteppedReceiver(ReceiverTransport):
     def finish(self) -> None:
         reach("receiver.finish")
         self._inner.finish()
+        MOVING.clear()
 
     def abort(self, error: BaseException) -> None:
         self._inner.abort(error)
@@ -323,7 +343,7 @@ class Observer:
 
 
 def install_plugins() -> None:
-    for name in ("memory", "filesystem"):
+    for name in ("memory", "filesystem", "nccl", "nixl"):
         registry().register(Describes(SteppedBackend(registry().backend(name))), f"stepped-{name}")
     missing = MissingLibraryBackend(registry().backend("memory"))
     missing.name = "no-library"  # type: ignore[misc]
@@ -629,6 +649,49 @@ def do_addresses(name: str = "main") -> dict[str, int]:
     return {key: t.data_ptr() for key, t in models.tensors_of(_member(name).model).items()}
 
 
+STORE_OPERATIONS: list[str] = []
+
+
+def do_watch_store(name: str = "main") -> None:
+    """From now on note what the thread that moves bytes asks of the session's store."""
+    store = _member(name).handle._session.store
+    main = threading.current_thread()
+
+    def watched(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **more: Any) -> Any:
+            if MOVING.is_set() and threading.current_thread() is main:
+                STORE_OPERATIONS.append(f"{operation} {args[0]}")
+            return call(*args, **more)
+
+        return noting
+
+    for operation in ("get", "put", "create", "delete", "children", "delete_tree"):
+        setattr(store, operation, watched(operation, getattr(store, operation)))
+
+
+def do_store_operations() -> list[str]:
+    """What was asked of it between the begin and the finish of a version."""
+    return STORE_OPERATIONS
+
+
+def do_nixl(name: str = "main") -> dict[str, Any]:
+    """What the nixl transport of a handle has prepared and set aside."""
+    transport = _member(name).handle._transport
+    transport = getattr(transport, "_inner", transport)
+    agent = transport._agent
+    return {
+        "prepared": list(transport.counters.prepared()),
+        "posts": transport.counters.posts,
+        "path": transport.path,
+        "agent": agent.name if agent is not None else None,
+        "peers": len(agent._peers) if agent is not None else 0,
+        "aside": len(transport._aside) if hasattr(transport, "_aside") else 0,
+        "slots": [slot.index for slot in transport._pool if slot.outstanding]
+        if hasattr(transport, "_pool")
+        else [],
+    }
+
+
 def do_counts() -> dict[str, int]:
     """How often each point was reached."""
     return dict(COUNTS)
@@ -723,6 +786,8 @@ def do_reset() -> dict[str, Any]:
     do_disarm()
     CANCEL.clear()
     COUNTS.clear()
+    MOVING.clear()
+    STORE_OPERATIONS.clear()
     for member in list(MEMBERS.values()):
         member.handle.close()
     MEMBERS.clear()
@@ -744,6 +809,19 @@ def _ends_soon(thread: threading.Thread) -> bool:
 
 def do_hello() -> int:
     return os.getpid()
+
+
+def do_run(script: str, function: str, **args: Any) -> Any:
+    """A function of a test folder's own script, which finds this module as ``process_worker``."""
+    name = Path(script).stem
+    if name not in sys.modules:
+        sys.modules["process_worker"] = sys.modules[__name__]
+        spec = importlib.util.spec_from_file_location(name, script)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return getattr(sys.modules[name], function)(**args)
 
 
 # ------------------------------------------------------------------ serving
@@ -841,6 +919,8 @@ def main(address: str) -> None:
         __import__(f"weightwire.{plugin}")
     for plugin in ("sender", "receiver"):
         __import__(f"weightwire_filesystem.{plugin}")
+        __import__(f"weightwire_nccl.{plugin}")
+    __import__("torch.distributed.tensor")  # slow: once for all workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -188,9 +188,43 @@ class Agent:
             except Exception as error:
                 raise TransferError(
                     f"{what} ({memory.nbytes} bytes on {memory.device}) can't be registered with "
-                    f"NIXL ({_text(error)}): {_registration_remedy(memory)}"
+                    f"NIXL ({_text(error)}): {_registration_remedy(memory.device.type)}"
                 ) from error
             self.counters.registrations += 1
+
+    def register_pieces(self, pieces: Sequence[tuple[int, int, int]], device: str) -> bytes:
+        """Register pieces of memory: address, bytes, device number (below 0: host memory).
+
+        Returns:
+            Metadata of these alone, for peers that know this agent: ``extend``.
+
+        Raises:
+            TransferError: one can't be registered; says what to do.
+        """
+        with self._lock:
+            rows = [(address, nbytes, max(0, number), "") for address, nbytes, number in pieces]
+            regions = self._nixl.nixlRegDList(self._segment(device), rows)
+            try:
+                self._agent.registerMem(regions, [])
+            except Exception as error:
+                raise TransferError(
+                    f"{len(rows)} pieces of the trainer's memory on {device} can't be registered "
+                    f"with NIXL ({_text(error)}): {_registration_remedy(device)}, or use "
+                    "zero_copy=False"
+                ) from error
+            self._registered.append(regions)
+            self.counters.registrations += len(rows)
+            with self._translated("this agent", "describe"):
+                return bytes(self._agent.getLocalPartialMD(regions, False, []))
+
+    def extend(self, name: str, metadata: bytes, who: str) -> None:
+        """Learn of more memory of a peer that is known.
+
+        Raises:
+            PeerLost: it can't be reached.
+        """
+        with self._lock, self._translated(who, "read what is new from"):
+            self._agent.loadRemoteMD(metadata)
 
     def metadata(self) -> bytes:
         """What peers need to reach this agent and its registered memory."""
@@ -425,8 +459,8 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _registration_remedy(memory: Tensor) -> str:
-    if memory.device.type == "cuda":
+def _registration_remedy(device: str) -> str:
+    if device == "cuda":
         return (
             "expandable segments can't be registered; unset expandable_segments in "
             "PYTORCH_CUDA_ALLOC_CONF, or check that UCX has CUDA support here"

@@ -25,6 +25,9 @@ class NixlConfig(BackendConfig):
             in the midst of a read can abort the trainer's process.
         device: where arenas lie: ``auto`` (the current CUDA device if this process
             uses CUDA, else host memory), ``cpu``, ``cuda`` or ``cuda:N``.
+        zero_copy: serve the trainer's own tensors where their dtype is the one on the
+            wire and they are contiguous, instead of copying them into slots first.
+            Their memory is registered, and stays allocated as long as this sender.
         max_retired_slots: slots that may be set aside, because a transfer that can't
             be cancelled may still touch them, before this rank refuses to go on.
             A trainer rank reserves the memory for them at set-up, beside its one
@@ -34,4 +37,5 @@ class NixlConfig(BackendConfig):
     direction: Direction = "auto"
     unsafe_pull: bool = False
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    zero_copy: bool = False
     max_retired_slots: int = Field(default=2, ge=0, le=64)

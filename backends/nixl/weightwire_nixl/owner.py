@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightwire.contract import Policy
+from weightwire.errors import TransferError
+from weightwire.session import process
 from weightwire_nixl.agent import Agent, Transfer
 from weightwire_nixl.arena import Slots, Words, word_address
+from weightwire_nixl.delivery import plan_parts
+from weightwire_nixl.live import located, split_by_place
+from weightwire_nixl.route import Route
 from weightwire_nixl.runs import GroupPlan, rebased
-from weightwire_nixl.wire import SenderInfo
+from weightwire_nixl.wire import Live, SenderInfo, encode
 
 __all__ = ["Owner"]
 
@@ -18,6 +24,7 @@ class Owner:
     Reads are prepared when they are first needed, and posted again from then on.
 
     Attributes:
+        route: how its bytes get here.
         broken: a transfer with it failed: NIXL has dropped its metadata.
     """
 
@@ -30,17 +37,44 @@ class Owner:
         slots: Slots,
         words: Words,
         plans: dict[int, GroupPlan],
+        route: Route,
     ) -> None:
         self.rank = rank
         self.who = who
         self.info = info
         self.agent = agent
+        self.route = route
         self.broken = False
+        self.said_bye = False
+        self._knows_plan = False
         self._slots = slots
         self._words = words
         self._plans = plans
         self._reads: dict[tuple[int, int, int], Transfer] = {}
+        self._live_reads: dict[tuple[int, int], tuple[tuple[bytes, str, int], Transfer]] = {}
         self._word_reads: dict[tuple[int, int], Transfer] = {}
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has closed, or its process is known to have ended."""
+        return self.said_bye or process.is_gone(self.info.process)
+
+    def send_plan(self, policy: Policy) -> None:
+        """Tell an owner that pushes what to write; it keeps it for the life of both agents.
+
+        Raises:
+            PeerLost: the owner is gone.
+        """
+        if self._knows_plan:
+            return
+        mine = {
+            group: plan.owners[self.rank]
+            for group, plan in self._plans.items()
+            if self.rank in plan.owners
+        }
+        for part in plan_parts(mine, policy):
+            self.agent.notify(self.info.agent, encode(part), self.who)
+        self._knows_plan = True
 
     def read(self, group: int, theirs: int, ours: int) -> Transfer:
         """The read of a group from one of its slots into one of ours."""
@@ -63,6 +97,42 @@ class Owner:
                 who=self.who,
             )
         return found
+
+    def read_live(self, group: int, ours: int, live: Live) -> Transfer:
+        """The read of a group that isn't staged; prepared again when its tensors moved.
+
+        Raises:
+            TransferError: the addresses don't fit the table.
+        """
+        for metadata in live.metadata:
+            self.agent.extend(self.info.agent, metadata, self.who)
+        key = (group, ours)
+        where = (live.bases, live.device, live.device_id)
+        known = self._live_reads.get(key)
+        if known is not None and known[0] == where:
+            return known[1]
+        if known is not None:
+            known[1].release()
+        plan = self._plans[group]
+        begins, nbytes = plan.layouts[self.rank]
+        runs, places = split_by_place(plan.owners[self.rank], begins, nbytes)
+        if len(live.bases) != 8 * len(begins):
+            raise TransferError(
+                f"{self.who} names {len(live.bases) // 8} addresses for {len(begins)} tensors: "
+                "run one weightwire version on both sides"
+            )
+        bases = np.frombuffer(live.bases, dtype="<u8").astype(np.uint64)
+        there = located(runs, places, begins, bases)
+        transfer = self.agent.prepare(
+            "READ",
+            self.info.agent,
+            rebased(runs.target, runs.nbytes, self._slots.begin(ours), self._slots.device_id),
+            rebased(there, runs.nbytes, 0, live.device_id),
+            devices=(self._slots.device.type, live.device),
+            who=self.who,
+        )
+        self._live_reads[key] = (where, transfer)
+        return transfer
 
     def read_word(self, theirs: int, ours: int) -> Transfer:
         """The read of a slot's generation word."""
@@ -93,7 +163,9 @@ class Owner:
 
     def release(self) -> None:
         """Give back what was prepared.  Only with nothing in flight."""
-        for transfer in (*self._reads.values(), *self._word_reads.values()):
+        live = (transfer for _, transfer in self._live_reads.values())
+        for transfer in (*self._reads.values(), *live, *self._word_reads.values()):
             transfer.release()
+        self._live_reads.clear()
         self._reads.clear()
         self._word_reads.clear()

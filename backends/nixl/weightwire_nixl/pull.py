@@ -62,6 +62,9 @@ class Pull:
             transfer is not None and not transfer.is_over() for transfer in (self._data, self._word)
         )
 
+    def revoke(self) -> None:
+        """The owner has nothing under way to this rank: a read is this rank's own."""
+
     def _look(self) -> bool:
         found = self._backlog.take(self.owner.info.agent, Announced, self._group)
         if found is None:
@@ -72,7 +75,10 @@ class Pull:
                 f"{self.owner.info.arena.slots}: restart it"
             )
         self._announced = found
-        self._data = self.owner.read(self._group, found.slot, self._slot)
+        if found.live is not None:
+            self._data = self.owner.read_live(self._group, self._slot, found.live)
+        else:
+            self._data = self.owner.read(self._group, found.slot, self._slot)
         self._step = self._read_word if self._data.post() else self._await_data
         return True
 

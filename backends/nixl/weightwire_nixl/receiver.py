@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +15,16 @@ from weightwire.session import process
 from weightwire.table import Region, TensorTable
 from weightwire_nixl.agent import Agent, Counters
 from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.aside import Aside
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import Owner
 from weightwire_nixl.peers import check_alike, soon
+from weightwire_nixl.progress import Progress
 from weightwire_nixl.pull import Pull
+from weightwire_nixl.push import Push
 from weightwire_nixl.route import choose, describe_endpoint
 from weightwire_nixl.runs import GroupPlan, plan_groups
 from weightwire_nixl.wire import (
@@ -40,11 +45,9 @@ __all__ = ["NixlReceiver"]
 
 
 class _Flight:
-    """A group that was posted and not fetched."""
+    """A group that was posted and not fetched: one part for each owner."""
 
-    def __init__(self, group: int, slot: int, parts: list[Pull]) -> None:
-        self.group = group
-        self.slot = slot
+    def __init__(self, parts: Sequence[Pull | Push]) -> None:
         self.parts = parts
 
 
@@ -55,6 +58,7 @@ class NixlReceiver(ReceiverTransport):
         self._context = context
         self._config = config
         self._device = device_of(config.device)
+        self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()
         self._slot_count = 2 if context.overlap else 1
         self.counters = Counters()
@@ -69,7 +73,13 @@ class NixlReceiver(ReceiverTransport):
         self._owners: dict[int, Owner] = {}
         self._by_agent: dict[str, Owner] = {}
         self._aborted: set[int] = set()
+        self._clean: set[int] = set()  # of those, who has nothing under way to this rank
         self._flights: dict[int, _Flight] = {}
+        self._aside = Aside()
+        self._moving = threading.RLock()  # posted groups are moved on by one thread at a time
+        self._progress: Progress | None = None
+        self._grants = 0
+        self._world_size = 0
 
     # ---------------------------------------------------------------------- set-up
 
@@ -80,17 +90,25 @@ class NixlReceiver(ReceiverTransport):
             self._plans = plan_groups(table, regions)
             self._turns = {group: turn % self._slot_count for turn, group in enumerate(self._plans)}
             self._table_digest, self._regions = digest, tuple(regions)
+            self._world_size = table.world_size
         if self._agent is None:
-            self._enter(table)
+            self._enter()
 
-    def _enter(self, table: TensorTable) -> None:
+    def _enter(self) -> None:
         """A new agent, with new memory."""
+        self._aside.sweep()
+        if len(self._aside) > self._config.max_retired_slots:
+            raise TransferError(
+                f"{len(self._aside)} sets of receive slots are set aside, because transfers that "
+                "can't be cancelled may still write there (max_retired_slots="
+                f"{self._config.max_retired_slots}): restart this process"
+            )
         rank = self._context.rank
-        agent = Agent(f"{self._context.member_id}-{rank}", counters=self.counters)
+        agent = Agent(f"{self._context.member_id}-{rank}", self._fabric.options, self.counters)
         try:
             nbytes = max((plan.nbytes for plan in self._plans.values()), default=0)
             slots = Slots(agent, self._slot_count, nbytes, self._device)
-            words = Words(agent, self._slot_count * table.world_size)
+            words = Words(agent, self._slot_count * self._world_size)
             reads: dict[int, list[int]] = {}
             for group, plan in self._plans.items():
                 for owner in plan.owners:
@@ -105,7 +123,6 @@ class NixlReceiver(ReceiverTransport):
                 unsafe_pull=self._config.unsafe_pull,
                 arena=slots.describe(),
                 reads={owner: tuple(groups) for owner, groups in reads.items()},
-                plans={},
             )
         except BaseException:
             agent.close()
@@ -113,6 +130,8 @@ class NixlReceiver(ReceiverTransport):
         self._agent, self._slots, self._words, self._info = agent, slots, words, info
 
     def describe(self) -> bytes:
+        if self._agent is None and self._world_size:
+            self._enter()  # what there was is set aside
         return self._discovery.put(
             "receiver", self._context.member_id, self._context.rank, encode(self._opened()[1])
         )
@@ -122,24 +141,13 @@ class NixlReceiver(ReceiverTransport):
     def begin(self, offer: Offer) -> None:
         self._policy = offer.policy
         self._backlog.begin(offer.policy)
-        self._aborted = set()
+        self._aborted, self._clean = set(), set()
         self._flights = {}
+        self._aside.sweep()
         agent, info = self._opened()
-        routes = set()
-        for rank in info.reads:
-            owner = self._meet(agent, rank, offer.senders[rank])
-            routes.add(
-                str(
-                    choose(
-                        owner.info.endpoint,
-                        info.endpoint,
-                        self._config.direction,
-                        unsafe_pull=self._config.unsafe_pull,
-                        who=owner.who,
-                    )
-                )
-            )
+        routes = {str(self._meet(agent, rank, offer.senders[rank]).route) for rank in info.reads}
         self.path = "; ".join(sorted(routes)) or "this rank reads nothing"
+        self.path += f"; {self._fabric}"
 
     def _meet(self, agent: Agent, rank: int, carried: bytes) -> Owner:
         who = f"sender rank {rank}"
@@ -153,15 +161,22 @@ class NixlReceiver(ReceiverTransport):
             for plan in self._plans.values()
             if (runs := plan.owners.get(rank)) is not None
         )
-        if needed > info.arena.slot_nbytes:
+        if needed > info.arena.slot_nbytes and not info.zero_copy:
             raise TransferError(
                 f"{who} describes slots of {info.arena.slot_nbytes} bytes, the table needs "
                 f"{needed}: run one weightwire version on both sides"
             )
+        route = choose(
+            info.endpoint,
+            self._opened()[1].endpoint,
+            self._config.direction,
+            unsafe_pull=self._config.unsafe_pull,
+            who=who,
+        )
         if known is not None:
             self._drop(known)
         agent.add(info.agent, info.metadata, who)
-        owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans)
+        owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route)
         self._owners[rank] = owner
         self._by_agent[info.agent] = owner
         return owner
@@ -187,11 +202,22 @@ class NixlReceiver(ReceiverTransport):
         turn = self._context.rank % max(1, len(ranks))  # each receiver starts elsewhere
         slot = self._turns[group]
         parts = [
-            Pull(self._owners[rank], group, slot, self._policy, self._backlog)
-            for rank in ranks[turn:] + ranks[:turn]
+            self._part(self._owners[rank], group, slot) for rank in ranks[turn:] + ranks[:turn]
         ]
-        self._flights[group] = _Flight(group, slot, parts)
-        self._advance()
+        with self._moving:
+            self._flights[group] = _Flight(parts)
+        if self._context.overlap:
+            if self._progress is None:
+                self._progress = Progress(self._step)
+            self._progress.wake()
+        else:
+            self._advance()
+
+    def _part(self, owner: Owner, group: int, slot: int) -> Pull | Push:
+        if not owner.route.push:
+            return Pull(owner, group, slot, self._policy, self._backlog)
+        self._grants += 1
+        return Push(owner, group, slot, self._grants, self._policy, self._backlog)
 
     def _check_memory(self, group: int, plan: GroupPlan, regions: Mapping[int, Tensor]) -> None:
         """The slot must be laid out as it was planned; both ends show it."""
@@ -219,38 +245,92 @@ class NixlReceiver(ReceiverTransport):
             f"announcement or bytes of group {group}",
             lambda: [part.owner.who for part in flight.parts if not part.landed],
         )
-        del self._flights[group]
+        with self._moving:
+            del self._flights[group]
         return [decode(part.seal, Seal, part.owner.who) for part in flight.parts]
 
     def _landed(self, flight: _Flight) -> bool:
-        self._advance()
+        if self._progress is None:
+            self._advance()
+        elif not all(part.landed for part in flight.parts):
+            self._progress.check()
         for part in flight.parts:
-            if not part.landed and part.owner.rank in self._aborted:
+            if not part.landed and (part.owner.rank in self._aborted or part.owner.said_bye):
                 raise PeerLost(f"{part.owner.who} gave up {self._policy}: its own error says why")
         return all(part.landed for part in flight.parts)
 
     def _advance(self) -> None:
         """Take every posted group as far as it goes without waiting."""
-        self._poll()
-        for flight in list(self._flights.values()):
-            for part in flight.parts:
-                part.advance()
+        with self._moving:
+            self._poll()
+            for flight in list(self._flights.values()):
+                for part in flight.parts:
+                    part.advance()
+
+    def _step(self) -> bool:
+        """``_advance`` on the progress thread; whether something is still to land."""
+        self._advance()
+        with self._moving:
+            return not all(part.landed for f in self._flights.values() for part in f.parts)
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
     def finish(self) -> None:
+        self._stop_progress()
         self._flights = {}
 
     def abort(self, error: BaseException) -> None:
         del error
+        self._stop_progress()
         if self._agent is None:
             return
+        parts = [part for flight in self._flights.values() for part in flight.parts]
         self._flights = {}
-        message = encode(GaveUp(self._policy, in_flight=False))
+        agent, hot = self._agent, [part for part in parts if self._is_hot(part)]
         for owner in self._owners.values():
+            under_way = any(part.owner is owner for part in hot)
+            message = encode(GaveUp(self._policy, in_flight=under_way))
             with contextlib.suppress(WeightWireError):
-                self._agent.notify(owner.info.agent, message, owner.who)
+                agent.notify(owner.info.agent, message, owner.who)
+        if hot:
+            self._set_aside(agent, hot)
+
+    def _is_hot(self, part: Pull | Push) -> bool:
+        """Whether something may still be written into this rank's memory for it."""
+        if part.owner.rank in self._clean:
+            part.revoke()
+        return part.in_flight
+
+    def _set_aside(self, agent: Agent, hot: list[Pull | Push]) -> None:
+        """Go on with a new agent and new memory; these stay until nothing touches them."""
+        owners, memory = dict(self._owners), [self._slots, self._words]
+        policy = self._policy
+        names = {owner.info.agent: owner for owner in owners.values()}
+
+        def is_over() -> bool:
+            for name, messages in agent.drain().items():
+                for payload in messages:
+                    if name in names and _ends(payload, policy, names[name].who):
+                        for part in hot:
+                            if part.owner is names[name]:
+                                part.revoke()
+            return not any(part.in_flight for part in hot)
+
+        def release() -> None:
+            _say_bye(agent, owners.values(), policy)
+            agent.close()
+            memory.clear()
+
+        self._aside.keep(is_over, release)
+        self._agent = None
+        self._owners, self._by_agent = {}, {}
 
     def close(self) -> None:
         self._leave()
+        self._aside.close()
         self._discovery.close()
 
     # ---------------------------------------------------------------------- signals
@@ -270,8 +350,15 @@ class NixlReceiver(ReceiverTransport):
             case Aborted():
                 if owner is not None and message.policy == self._policy:
                     self._aborted.add(owner.rank)
-            case Over() | Bye():
-                pass
+                    if not message.in_flight:
+                        self._clean.add(owner.rank)
+            case Bye():
+                if owner is not None:
+                    owner.said_bye = True
+                    self._clean.add(owner.rank)
+            case Over():
+                if owner is not None and message.policy >= self._policy:
+                    self._clean.add(owner.rank)
             case _:
                 raise TransferError(
                     f"{who} sent a signal that only a receiver sends: "
@@ -286,13 +373,39 @@ class NixlReceiver(ReceiverTransport):
         return self._agent, self._info
 
     def _leave(self) -> None:
-        agent, self._agent = self._agent, None
-        if agent is None:
+        self._stop_progress()
+        if self._agent is None:
             return
-        message = encode(Bye(self._policy))
-        for owner in self._owners.values():
-            with contextlib.suppress(WeightWireError):
-                agent.notify(owner.info.agent, message, owner.who)
-        agent.close()
+        with contextlib.suppress(WeightWireError):
+            self._poll()
+        agent, self._agent = self._agent, None
+        hot = [
+            part for flight in self._flights.values() for part in flight.parts if self._is_hot(part)
+        ]
+        if hot:
+            self._set_aside(agent, hot)
+        else:
+            _say_bye(agent, self._owners.values(), self._policy)
+            agent.close()
         self._owners, self._by_agent, self._flights = {}, {}, {}
         self._table_digest, self._regions = "", ()
+
+
+def _say_bye(agent: Agent, owners: Iterable[Owner], policy: Policy) -> None:
+    message = encode(Bye(policy))
+    for owner in owners:
+        if owner.is_gone:
+            continue
+        with contextlib.suppress(WeightWireError):
+            agent.notify(owner.info.agent, message, owner.who)
+
+
+def _ends(payload: bytes, policy: Policy, who: str) -> bool:
+    """Whether an owner says that nothing of this version is under way any more."""
+    with contextlib.suppress(TransferError):
+        match read_message(payload, who):
+            case Over() | Bye() as message:
+                return message.policy >= policy
+            case Aborted() as message:
+                return message.policy == policy and not message.in_flight
+    return False

@@ -77,7 +77,7 @@ def describe_endpoint(device: torch.device, tls: str | None = None) -> Endpoint:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     return Endpoint(
         host=_host(),
-        user=os.geteuid(),
+        user=int(getattr(os, "geteuid", int)()),  # Linux only, and type-checked elsewhere, too
         cma=allowed.any_of({"cma"}, {"sm", "shm"}) and _may_attach(),
         cuda_ipc=allowed.any_of({"cuda_ipc"}, {"cuda"}),
         rdma=allowed.any_of(_RDMA) and _has_rdma(),

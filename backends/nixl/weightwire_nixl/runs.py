@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
 from weightwire.table import Region, Shard, TensorTable
 
-__all__ = ["GroupPlan", "Runs", "plan_groups", "rebased"]
+__all__ = ["GroupPlan", "Runs", "extents", "plan_groups", "rebased"]
 
 _PADDING = 64
 Offsets = NDArray[np.uint64]
@@ -45,12 +45,15 @@ class GroupPlan:
         places: of these regions in the slot.
         nbytes: of the slot.
         owners: what is read from whom.
+        layouts: by owner, first byte and length of each tensor in its slot, in order; without
+            empty ones.
     """
 
     positions: tuple[int, ...]
     places: tuple[Place, ...]
     nbytes: int
     owners: dict[int, Runs]
+    layouts: dict[int, tuple[Offsets, Offsets]]
 
 
 def rebased(offsets: Offsets, nbytes: Offsets, base: int, device: int) -> NDArray[np.uint64]:
@@ -84,13 +87,21 @@ def plan_groups(table: TensorTable, regions: Sequence[Region]) -> dict[int, Grou
         placed: dict[int, list[tuple[Region, Place]]] = {}
         for position, place in zip(positions, places, strict=True):
             placed.setdefault(regions[position].tensor, []).append((regions[position], place))
-        runs = {}
+        runs, layouts = {}, {}
         for owner in sorted(owners):
-            found = _runs_of(slot_layout(table, group, owner), placed)
+            layout = slot_layout(table, group, owner)
+            found = _runs_of(layout, placed)
             if found is not None:
-                runs[owner] = found
-        plans[group] = GroupPlan(tuple(positions), tuple(places), nbytes, runs)
+                runs[owner], layouts[owner] = found, extents(layout)
+        plans[group] = GroupPlan(tuple(positions), tuple(places), nbytes, runs, layouts)
     return plans
+
+
+def extents(layout: SlotLayout) -> tuple[Offsets, Offsets]:
+    """First byte and length of each tensor that isn't empty, in the slot's order."""
+    found = [(place.begin, place.nbytes) for _, _, place in _pieces(layout) if place.nbytes]
+    both = np.array(found, dtype=np.uint64).reshape(-1, 2)
+    return both[:, 0].copy(), both[:, 1].copy()
 
 
 def _pieces(layout: SlotLayout) -> Iterator[tuple[int, Shard, Place]]:

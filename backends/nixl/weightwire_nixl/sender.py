@@ -5,27 +5,39 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport
-from weightwire.errors import PeerLost, TransferError, WeightWireError
+from weightwire.errors import ConfigError, PeerLost, TransferError, WeightWireError
 from weightwire.layout import slot_layout
 from weightwire.session import process
 from weightwire.table import TensorTable
 from weightwire_nixl.agent import Agent, Counters
 from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.aside import leave_behind
+from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
+from weightwire_nixl.delivery import Delivery, Writes
 from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.early import Early
+from weightwire_nixl.fabric import choose_fabric
+from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
 from weightwire_nixl.peers import check_alike, soon
-from weightwire_nixl.route import Route, choose, describe_endpoint
+from weightwire_nixl.reader import Reader, Slot
+from weightwire_nixl.route import choose, describe_endpoint
+from weightwire_nixl.runs import extents
 from weightwire_nixl.wire import (
     Aborted,
     Announced,
     Bye,
     Credit,
     GaveUp,
+    Granted,
+    Live,
     Over,
+    PlanPart,
     ReaderInfo,
     SenderInfo,
     decode,
@@ -35,36 +47,8 @@ from weightwire_nixl.wire import (
 
 __all__ = ["NixlSender"]
 
-
-class _Reader:
-    """One inference rank that wants something of this rank."""
-
-    def __init__(self, who: str, receiver_id: str, rank: int, info: ReaderInfo) -> None:
-        self.who = who
-        self.receiver_id = receiver_id
-        self.rank = rank
-        self.info = info
-        self.groups: frozenset[int] = frozenset()
-        self.gave_up = Policy(0, 0, 0)
-        self.said_bye = False
-
-    @property
-    def agent(self) -> str:
-        return self.info.agent
-
-    @property
-    def is_gone(self) -> bool:
-        return self.said_bye or process.is_gone(self.info.process)
-
-
-class _Slot:
-    """One slot, and who may still touch it."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.group = -1
-        self.generation = 0
-        self.outstanding: dict[str, _Reader] = {}
+_LIVE_COPIES = 3
+_LIVE_SLACK = 64 << 20  # buffers in which the pipeline casts what has another dtype
 
 
 class NixlSender(SenderTransport):
@@ -74,6 +58,7 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self._device = device_of(config.device)
+        self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()
         self._turns = 2 if context.overlap else 1
         self.counters = Counters()
@@ -81,13 +66,19 @@ class NixlSender(SenderTransport):
         self._info: SenderInfo | None = None
         self._slots: Slots
         self._words: Words
-        self._pool: list[_Slot] = []
+        self._pool: list[Slot] = []
         self._turn = list(range(self._turns))  # which slot each turn uses
         self._policy = Policy(0, 0, 0)
         # Generations of a later incarnation are higher: old credits never count for new bytes.
         self._generation = context.incarnation << 40
-        self._known: dict[str, _Reader] = {}
-        self._readers: dict[str, _Reader] = {}
+        self._group_nbytes: dict[int, int] = {}
+        self._live: LiveMemory | None = None
+        self._live_layouts: dict[int, tuple[list[int], Addresses, Addresses]] = {}
+        self._backlog = Backlog()
+        self._early = Early()
+        self._deliveries: list[Delivery] = []
+        self._known: dict[str, Reader] = {}
+        self._readers: dict[str, Reader] = {}
         self._lost: set[str] = set()
         self._sequence = 0
 
@@ -95,13 +86,17 @@ class NixlSender(SenderTransport):
 
     def set_table(self, table: TensorTable) -> None:
         rank = self._context.rank
-        nbytes = max(
-            (slot_layout(table, group, rank).nbytes for group in range(len(table.groups))),
-            default=0,
-        )
+        layouts = {group: slot_layout(table, group, rank) for group in range(len(table.groups))}
+        self._group_nbytes = {group: layout.nbytes for group, layout in layouts.items()}
+        self._live_layouts = {
+            group: ([i for i, place in layout.places.items() if place.nbytes], *extents(layout))
+            for group, layout in layouts.items()
+            if self._config.zero_copy
+        }
+        nbytes = 0 if self._config.zero_copy else max(self._group_nbytes.values(), default=0)
         if self._agent is not None and nbytes <= self._slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
-        agent = Agent(f"sender-{rank}", counters=self.counters)
+        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters)
         try:
             count = self._turns + self._config.max_retired_slots
             slots = Slots(agent, count, nbytes, self._device)
@@ -116,13 +111,17 @@ class NixlSender(SenderTransport):
                 unsafe_pull=self._config.unsafe_pull,
                 arena=slots.describe(),
                 words=words.address,
+                zero_copy=self._config.zero_copy,
             )
         except BaseException:
             agent.close()
             raise
         self._leave()
+        if self._config.zero_copy:
+            most = _LIVE_COPIES * sum(self._group_nbytes.values()) + _LIVE_SLACK
+            self._live = LiveMemory(agent, most)
         self._agent, self._slots, self._words, self._info = agent, slots, words, info
-        self._pool = [_Slot(index) for index in range(count)]
+        self._pool = [Slot(index) for index in range(count)]
         self._turn = list(range(self._turns))
 
     def describe(self) -> bytes:
@@ -133,49 +132,57 @@ class NixlSender(SenderTransport):
     # ---------------------------------------------------------------------- a version
 
     def begin(self, offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
+        self._poll()
         self._policy = offer.policy
+        self._backlog.begin(offer.policy)
         self._lost = set()
         self._sequence = 0
         self._readers = {}
         routes = set()
-        self._poll()
         for receiver_id, ranks in readers.items():
             for rank, carried in enumerate(ranks):
                 reader = self._meet(receiver_id, rank, carried)
-                if reader.groups:
-                    routes.add(str(self._route(reader)))
-                    try:
-                        self._agent_().add(reader.agent, reader.info.metadata, reader.who)
-                    except PeerLost as error:
-                        self._miss(reader, error)
-                        continue
-                    self._readers[reader.agent] = reader
-                    # Had it left anything under way, it would have come with another agent.
-                    self._release_slots(reader)
+                if not reader.groups:
+                    continue
+                routes.add(str(reader.route))
+                try:
+                    self._agent_().add(reader.agent, reader.info.metadata, reader.who)
+                except PeerLost as error:
+                    self._miss(reader, error)
+                    continue
+                self._readers[reader.agent] = reader
+                # Had it left anything under way, it would have come with another agent.
+                self._release_slots(reader)
+                for payload in self._early.take(reader.agent):
+                    self._hear(reader, payload)
+        self._early.clear()
         self._forget_gone()
         self.path = "; ".join(sorted(routes)) or "nobody reads from this rank"
+        self.path += f"; {self._fabric}"
 
-    def _meet(self, receiver_id: str, rank: int, carried: bytes) -> _Reader:
+    def _meet(self, receiver_id: str, rank: int, carried: bytes) -> Reader:
         who = f"receiver {receiver_id!r} rank {rank}"
         payload = self._discovery.get("receiver", receiver_id, rank, carried)
         info = decode(payload, ReaderInfo, who)
         check_alike(self._context, self._opened()[1], info, who)
         reader = self._known.get(info.agent)
         if reader is None:
-            reader = _Reader(who, receiver_id, rank, info)
+            reader = Reader(who, receiver_id, rank, info)
             self._known[info.agent] = reader
         reader.info = info
         reader.groups = frozenset(info.reads.get(self._context.rank, ()))
+        if reader.groups:
+            agent, ours = self._opened()
+            reader.route = choose(
+                ours.endpoint,
+                info.endpoint,
+                self._config.direction,
+                unsafe_pull=self._config.unsafe_pull,
+                who=who,
+            )
+            if reader.route.push and reader.writes is None:
+                reader.writes = Writes(who, info, agent, self._slots, self._group_nbytes)
         return reader
-
-    def _route(self, reader: _Reader) -> Route:
-        return choose(
-            self._opened()[1].endpoint,
-            reader.info.endpoint,
-            self._config.direction,
-            unsafe_pull=self._config.unsafe_pull,
-            who=reader.who,
-        )
 
     def _forget_gone(self) -> None:
         """Forget agents that are no more, so that joins and leaves leave nothing behind."""
@@ -184,19 +191,27 @@ class NixlSender(SenderTransport):
             if name in self._readers:
                 continue
             replaced = (reader.receiver_id, reader.rank) in present
-            if reader.is_gone or (replaced and not self._may_touch(name)):
+            under_way = reader.writes is not None and reader.writes.in_flight
+            if not under_way and (reader.is_gone or (replaced and not self._may_touch(name))):
                 self._forget(reader)
 
-    def _forget(self, reader: _Reader) -> None:
+    def _forget(self, reader: Reader) -> None:
         self._known.pop(reader.agent, None)
         self._readers.pop(reader.agent, None)
+        if reader.writes is not None:
+            reader.writes.release()
+        self._backlog.forget(reader.agent)
         self._release_slots(reader)
         self._agent_().remove(reader.agent)
 
-    def slot(self, group: int, nbytes: int) -> Tensor:
+    def slot(self, group: int, nbytes: int) -> Tensor | None:
         del group
         slot = self._current()
         self._await_credits(slot)
+        if self._live is not None:
+            slot.outstanding = {}  # the tensors are the trainer's: the word tells who is late
+            self._words[slot.index] = 0
+            return None
         if slot.outstanding:
             slot = self._replace(slot)
         # Whoever still reads the slot sees that it moved, and discards what it has.
@@ -204,30 +219,94 @@ class NixlSender(SenderTransport):
         return self._slots.slot(slot.index, nbytes)
 
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
-        del tensors  # they lie in the slot
         slot = self._current()
         self._sequence += 1
         self._generation += 1
         slot.group, slot.generation = group, self._generation
         slot.outstanding = {}
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        live = self._live_group(group, tensors) if self._live is not None else None
+        if self._uses_cuda(live):
+            torch.cuda.synchronize()
         self._words[slot.index] = slot.generation
-        message = encode(Announced(self._policy, group, slot.index, slot.generation, encode(seal)))
+        sealed = encode(seal)
         for reader in self._of_group(group):
             if self._has_given_up(reader):
                 continue
             slot.outstanding[reader.agent] = reader
+            if reader.writes is not None:
+                self._deliveries.append(
+                    Delivery(
+                        reader.writes,
+                        reader.agent,
+                        group,
+                        slot.index,
+                        self._policy,
+                        sealed,
+                        live,
+                        self._backlog,
+                    )
+                )
+                continue
+            announced = Announced(
+                self._policy,
+                group,
+                slot.index,
+                slot.generation,
+                sealed,
+                None if live is None else self._for(reader, live),
+            )
             try:
-                self._agent_().notify(reader.agent, message, reader.who)
+                self._agent_().notify(reader.agent, encode(announced), reader.who)
             except PeerLost as error:
                 del slot.outstanding[reader.agent]
                 self._miss(reader, error)
+        self._poll()
+
+    def _live_group(self, group: int, tensors: Mapping[int, Tensor]) -> LiveGroup:
+        """Where the tensors lie, registered."""
+        assert self._live is not None  # noqa: S101 - zero_copy
+        order, begins, nbytes = self._live_layouts[group]
+        served = [tensors[i] for i in order]
+        devices = {tensor.device for tensor in served}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"nixl option zero_copy: group {group} lies on {len(devices)} devices "
+                f"({', '.join(sorted(map(str, devices)))}): use zero_copy=False"
+            )
+        self._live.add(served)
+        device = next(iter(devices), torch.device("cpu"))
+        return LiveGroup(
+            begins,
+            nbytes,
+            np.array([tensor.data_ptr() for tensor in served], dtype=np.uint64),
+            device.type,
+            0 if device.type == "cpu" else device.index,
+        )
+
+    def _for(self, reader: Reader, live: LiveGroup) -> Live:
+        assert self._live is not None  # noqa: S101 - zero_copy
+        news = tuple(self._live.batches[reader.heard :])
+        reader.heard = len(self._live.batches)
+        return Live(live.bases.astype("<u8").tobytes(), live.device, live.device_id, news)
+
+    def _uses_cuda(self, live: LiveGroup | None) -> bool:
+        return (self._device.type if live is None else live.device) == "cuda"
+
+    def settle(self) -> None:
+        if self._live is not None:
+            self._await_all()
 
     def finish(self) -> None:
+        self._await_all()
+        if self._live is not None:
+            # The source may change from here on: a reader that is late sees that it did.
+            for slot in self._pool:
+                self._words[slot.index] = 0
+        self._readers = {}
+
+    def _await_all(self) -> None:
         for turn in range(self._turns):
             self._await_credits(self._pool[self._turn[turn]])
-        self._readers = {}
 
     def lose(self, receiver_id: str) -> None:
         self._lost.add(receiver_id)
@@ -236,9 +315,18 @@ class NixlSender(SenderTransport):
         del error
         if self._agent is None:
             return
-        # Slots keep who may still read them: they aren't filled again before that is over.
-        message = encode(Aborted(self._policy, in_flight=False))
+        if self._live is not None:
+            for slot in self._pool:
+                self._words[slot.index] = 0
+        # Slots keep who may still touch them: they aren't filled again before that is over.
+        for delivery in list(self._deliveries):
+            if not delivery.started:
+                self._drop(delivery)
         for reader in self._readers.values():
+            under_way = reader.writes is not None and reader.writes.in_flight
+            message = encode(Aborted(self._policy, in_flight=under_way))
+            if not under_way:
+                reader.told_over = self._policy
             with contextlib.suppress(WeightWireError):
                 self._agent.notify(reader.agent, message, reader.who)
         self._readers = {}
@@ -249,10 +337,10 @@ class NixlSender(SenderTransport):
 
     # ---------------------------------------------------------------------- waiting
 
-    def _current(self) -> _Slot:
+    def _current(self) -> Slot:
         return self._pool[self._turn[self._sequence % self._turns]]
 
-    def _of_group(self, group: int) -> list[_Reader]:
+    def _of_group(self, group: int) -> list[Reader]:
         """Those who want something of it, and aren't lost."""
         return [
             reader
@@ -260,10 +348,10 @@ class NixlSender(SenderTransport):
             if group in reader.groups and reader.receiver_id not in self._lost
         ]
 
-    def _await_credits(self, slot: _Slot) -> None:
+    def _await_credits(self, slot: Slot) -> None:
         """Wait until everybody who takes part in the version has read the slot."""
 
-        def missing() -> list[_Reader]:
+        def missing() -> list[Reader]:
             self._poll()
             found = []
             for reader in list(slot.outstanding.values()):
@@ -278,10 +366,10 @@ class NixlSender(SenderTransport):
             lambda: [reader.who for reader in missing()],
         )
 
-    def _replace(self, slot: _Slot) -> _Slot:
+    def _replace(self, slot: Slot) -> Slot:
         """Set a slot aside that somebody may still read, and take another one instead."""
 
-        def free() -> _Slot | None:
+        def free() -> Slot | None:
             self._poll()
             if not self._still_touching(slot):
                 return slot
@@ -300,7 +388,7 @@ class NixlSender(SenderTransport):
         self._turn[self._sequence % self._turns] = chosen.index
         return chosen
 
-    def _still_touching(self, slot: _Slot) -> bool:
+    def _still_touching(self, slot: Slot) -> bool:
         for name, reader in list(slot.outstanding.items()):
             if reader.is_gone:
                 del slot.outstanding[name]
@@ -309,18 +397,21 @@ class NixlSender(SenderTransport):
     def _may_touch(self, agent: str) -> bool:
         return any(agent in slot.outstanding for slot in self._pool)
 
-    def _release_slots(self, reader: _Reader) -> None:
+    def _release_slots(self, reader: Reader) -> None:
+        """It reads none of them any more; what is being written to it stays."""
+        busy = {d.slot for d in self._deliveries if d.agent == reader.agent and d.in_flight}
         for slot in self._pool:
-            slot.outstanding.pop(reader.agent, None)
+            if slot.index not in busy:
+                slot.outstanding.pop(reader.agent, None)
 
-    def _has_given_up(self, reader: _Reader) -> bool:
+    def _has_given_up(self, reader: Reader) -> bool:
         """Whether it takes part no more; raises unless the version goes on without it."""
         if reader.gave_up != self._policy:
             return False
         self._miss(reader, PeerLost(f"{reader.who} gave up {self._policy}: its own error says why"))
         return True
 
-    def _miss(self, reader: _Reader, error: PeerLost) -> None:
+    def _miss(self, reader: Reader, error: PeerLost) -> None:
         """Go on without a reader, or raise."""
         if not self._context.goes_on_without_lost:
             raise error
@@ -329,15 +420,55 @@ class NixlSender(SenderTransport):
     # ---------------------------------------------------------------------- signals
 
     def _poll(self) -> None:
-        """Take in what peers have signalled."""
+        """Take in what peers have signalled, and move what is pushed on."""
         for name, messages in self._agent_().drain().items():
             reader = self._known.get(name)
             for payload in messages:
                 if reader is None:
-                    continue  # it was forgotten, and says what no longer matters
-                self._hear(reader, payload)
+                    self._early.add(name, payload)
+                else:
+                    self._hear(reader, payload)
+        for delivery in list(self._deliveries):
+            self._push_on(delivery)
+        for reader in self._known.values():
+            self._tell_over(reader)
 
-    def _hear(self, reader: _Reader, payload: bytes) -> None:
+    def _push_on(self, delivery: Delivery) -> None:
+        reader = self._known.get(delivery.agent)
+        unwanted = (
+            reader is None
+            or reader.receiver_id in self._lost
+            or reader.agent not in self._readers
+            or self._has_given_up(reader)
+        )
+        if unwanted and not delivery.started:
+            self._drop(delivery)
+            return
+        try:
+            delivery.advance()
+        except PeerLost as error:
+            self._drop(delivery)
+            if reader is not None and not unwanted:
+                self._miss(reader, error)
+            return
+        if delivery.done:
+            self._drop(delivery)
+
+    def _drop(self, delivery: Delivery) -> None:
+        """A delivery is over: its slot is free of it."""
+        self._deliveries.remove(delivery)
+        self._pool[delivery.slot].outstanding.pop(delivery.agent, None)
+
+    def _tell_over(self, reader: Reader) -> None:
+        """A reader that gave up uses its memory again once nothing is written there."""
+        if reader.writes is None or reader.told_over >= reader.gave_up:
+            return
+        if not any(delivery.agent == reader.agent for delivery in self._deliveries):
+            reader.told_over = reader.gave_up
+            with contextlib.suppress(WeightWireError):
+                self._agent_().notify(reader.agent, encode(Over(reader.gave_up)), reader.who)
+
+    def _hear(self, reader: Reader, payload: bytes) -> None:
         message = read_message(payload, reader.who)
         match message:
             case Credit():
@@ -350,6 +481,11 @@ class NixlSender(SenderTransport):
                     self._release_slots(reader)
             case Over():
                 self._release_slots(reader)
+            case Granted():
+                self._backlog.add(reader.agent, message, reader.who)
+            case PlanPart():
+                if reader.writes is not None:
+                    reader.writes.add(message, reader.groups)
             case Bye():
                 reader.said_bye = True
                 self._release_slots(reader)
@@ -374,6 +510,28 @@ class NixlSender(SenderTransport):
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        agent.close()
-        self._known, self._readers = {}, {}
+        readers = {r.agent: r for slot in self._pool for r in slot.outstanding.values()}
+        slots, words, live = self._slots, self._words, self._live
+        self._live = None
+        known, policy = dict(self._known), self._policy
+
+        def is_over() -> bool:
+            return not agent.in_flight and all(reader.is_gone for reader in readers.values())
+
+        def release() -> None:
+            # Only now: whoever hears it takes its memory for its own again.
+            for reader in known.values():
+                if not reader.is_gone:
+                    with contextlib.suppress(WeightWireError):
+                        agent.notify(reader.agent, encode(Bye(policy)), reader.who)
+            agent.close()
+            del memory[:]
+
+        memory: list[object] = [slots, words, live]  # alive as long as the agent
+        if is_over():
+            release()
+        else:
+            leave_behind(is_over, release)
+        self._known, self._readers, self._deliveries = {}, {}, []
+        self._early.clear()
         self.path = ""

@@ -19,8 +19,10 @@ __all__ = [
     "Credit",
     "GaveUp",
     "Granted",
+    "Live",
     "Message",
     "Over",
+    "PlanPart",
     "ReaderInfo",
     "SenderInfo",
     "Written",
@@ -36,6 +38,7 @@ _Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+_Metadata = Annotated[bytes, Meta(max_length=1 << 26)]
 _Seal = Annotated[bytes, Meta(max_length=1 << 26)]
 
 T = TypeVar("T")
@@ -64,6 +67,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metadata: NIXL's, opaque.
         process: its identity, for who runs on the same host.
         words: address of the slots' generation words, in host memory.
+        zero_copy: its groups lie in the trainer's own tensors, not in slots.
     """
 
     session: _Name
@@ -75,19 +79,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unsafe_pull: bool
     arena: Arena
     words: _Address
-
-
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an owner that pushes finds what to write: rows of (group, source, target, bytes).
-
-    Attributes:
-        address: of this owner's rows, uint64, in the reader's host memory.
-        checksum: of the rows, 63 bits of xxh3.
-    """
-
-    address: _Address
-    rows: Annotated[int, Meta(ge=0, le=1 << 32)]
-    checksum: _Number
+    zero_copy: bool
 
 
 class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +87,6 @@ class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         reads: by owner, the groups in which it wants something of it.
-        plans: by owner.
     """
 
     session: _Name
@@ -109,13 +100,29 @@ class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: Annotated[
         dict[int, Annotated[tuple[int, ...], Meta(max_length=1 << 24)]], Meta(max_length=1 << 20)
     ]
-    plans: Annotated[dict[int, Plan], Meta(max_length=1 << 20)]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What a notification says."""
 
     policy: Policy
+
+
+class Live(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where the tensors of a group lie that isn't staged.
+
+    Attributes:
+        bases: address of each tensor that isn't empty, in the order of the slot's layout.
+        device, device_id: of all of them.
+        metadata: NIXL's, of memory that this reader hasn't heard of yet.
+    """
+
+    bases: Annotated[bytes, Meta(max_length=1 << 26)]
+    device: Annotated[str, Meta(max_length=16)]
+    device_id: Annotated[int, Meta(ge=0, le=4096)]
+    metadata: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=1 << 26)], ...], Meta(max_length=4096)
+    ]
 
 
 class Announced(_Message, frozen=True, tag="announced"):
@@ -125,6 +132,7 @@ class Announced(_Message, frozen=True, tag="announced"):
     slot: _Slot
     generation: _Number
     seal: _Seal
+    live: Live | None
 
 
 class Credit(_Message, frozen=True, tag="credit"):
@@ -132,6 +140,20 @@ class Credit(_Message, frozen=True, tag="credit"):
 
     group: _Number
     generation: _Number
+
+
+class PlanPart(_Message, frozen=True, tag="plan"):
+    """Reader to an owner that pushes: a part of what to write, once for both agents.
+
+    Attributes:
+        part, parts: which part of how many.
+        rows: N by 4 uint64, little-endian: group, first byte in the owner's slot, first
+            byte in the reader's slot, bytes; sorted by the first two.
+    """
+
+    part: Annotated[int, Meta(ge=0, lt=1 << 12)]
+    parts: Annotated[int, Meta(ge=1, le=1 << 12)]
+    rows: Annotated[bytes, Meta(max_length=1 << 18)]
 
 
 class Granted(_Message, frozen=True, tag="granted"):
@@ -178,7 +200,9 @@ class Bye(_Message, frozen=True, tag="bye"):
     """This agent closes."""
 
 
-Message: TypeAlias = Announced | Credit | Granted | Written | Aborted | GaveUp | Over | Bye
+Message: TypeAlias = (
+    Announced | Credit | PlanPart | Granted | Written | Aborted | GaveUp | Over | Bye
+)
 
 _messages = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.encode

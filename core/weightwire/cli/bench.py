@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,12 @@ def bench(
         list[Path] | None, typer.Option(help="Where to write; may be given several times.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a side.", min=1)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="'cpu', 'cuda' or 'cuda:0', where the backend can.")
+    ] = None,
+    receiver_device: Annotated[
+        str | None, typer.Option(help="The receiver's, if it is another, such as 'cuda:1'.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure a backend between two processes, with the raw costs of the same bytes beside it."""
@@ -38,7 +45,14 @@ def bench(
         raise UnsupportedOperation(
             f"backend {backend!r} has no benchmark: its package {package} has no bench module"
         ) from error
-    result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads)
+    wanted = {"device": device, "receiver_device": receiver_device}
+    choice = {name: value for name, value in wanted.items() if value is not None}
+    for name in choice.keys() - inspect.signature(module.run).parameters.keys():
+        raise UnsupportedOperation(
+            f"the benchmark of {backend!r} has no choice of {name}: "
+            f"leave --{name.replace('_', '-')} out"
+        )
+    result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads, **choice)
     if as_json:
         print(json.dumps(result))
     else:

@@ -1,0 +1,274 @@
+"""The two processes of the benchmark: a trainer and an engine, alike but for what they open."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+import weightwire
+from weightwire.errors import ConfigError, TransferError
+from weightwire.grouping import DEFAULT_GROUP_BYTES, make_groups
+from weightwire.layout import Place, lay_out
+from weightwire.table import Shard, TensorEntry
+from weightwire_nixl.agent import Agent, Operation, Transfer
+from weightwire_nixl.arena import Slots
+
+__all__ = ["Side", "llama", "round_trips", "usable_device"]
+
+_LAYERS = 9
+_PATIENCE = 60.0
+
+
+def llama(parameters: int) -> dict[str, tuple[int, ...]]:
+    """84 shapes with a Llama's proportions and about this many parameters."""
+    hidden = max(64, int(math.sqrt(parameters / 162.5)) // 64 * 64)
+    wide = 4 * hidden
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 4, hidden),
+        "self_attn.v_proj": (hidden // 4, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    body = _LAYERS * sum(math.prod(shape) for shape in layer.values()) + hidden
+    vocabulary = max(64, (parameters - body) // (2 * hidden))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for i in range(_LAYERS):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} isn't one: write cpu or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is none of NIXL's: write cpu or cuda:0")
+    if device.type == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= there:
+            raise ConfigError(f"device {name!r}: there are {there} GPUs here; use another")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+class Side:
+    """A model on a device, a handle for each mode, and this side's part of the raw costs.
+
+    Args:
+        role: ``"sender"`` or ``"receiver"``.
+        modes: options of the backend, by name; each has a session of its own.
+    """
+
+    def __init__(
+        self, role: str, work: Path, nbytes: int, device: str, modes: dict[str, dict[str, Any]]
+    ) -> None:
+        self._device = usable_device(device)
+        shapes = llama(nbytes // 2)
+        self.tensors = {
+            name: torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
+            for name, shape in shapes.items()
+        }
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.handles: dict[str, Any] = {}
+        for mode, options in modes.items():
+            choice = {"backend": "nixl", **options}
+            session = (work / mode).as_uri()
+            self.handles[mode] = (
+                weightwire.open_sender(choice, session=session, source=self.tensors)
+                if role == "sender"
+                else weightwire.open_receiver(
+                    choice, session=session, target=self.tensors, receiver_id="engine"
+                )
+            )
+        self._raw = _Raw(role, self.tensors, self._device)
+
+    def serve(self, command: str, argument: Any) -> Any:
+        """Do what the other process asks for."""
+        commands: dict[str, Callable[[Any], Any]] = {
+            "receive": self._receive,
+            "digest": lambda _: self.digest(),
+            "describe": lambda _: self._raw.describe(),
+            "meet": self._raw.meet,
+            "copy": lambda _: self._raw.copy(),
+            "move": lambda _: self._raw.move(),
+            "echo": lambda count: echo(self._raw.agent, self._raw.peer, count),
+        }
+        return commands[command](argument)
+
+    @property
+    def raw(self) -> _Raw:
+        return self._raw
+
+    def _receive(self, mode: str) -> dict[str, Any]:
+        report = self.handles[mode].receive()
+        return {
+            "version": report.version,
+            "seconds": report.seconds,
+            "phases": dict(report.phases),
+            "path": report.path,
+        }
+
+    def change(self, number: int) -> None:
+        """Other weights, as after an optimizer step: the bits of no two rounds are alike."""
+        generator = torch.Generator(self._device).manual_seed(number)
+        for tensor in self.tensors.values():
+            tensor.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1, generator=generator)
+        self._synchronise()
+
+    def digest(self) -> str:
+        digest = xxhash.xxh3_64()
+        for tensor in self.tensors.values():
+            digest.update(tensor.cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            handle.close()
+        self._raw.close()
+
+
+class _Raw:
+    """The least that the same bytes cost: copies into and out of a slot, a prepared transfer.
+
+    The same groups as the backend has, through one slot on each side.
+    """
+
+    def __init__(self, role: str, tensors: dict[str, Tensor], device: torch.device) -> None:
+        self._stages = role == "sender"
+        self._device = device
+        entries = [
+            TensorEntry(
+                name, tuple(t.shape), "bfloat16", (Shard(0, (0,) * t.ndim, tuple(t.shape)),)
+            )
+            for name, t in tensors.items()
+        ]
+        self._groups: list[tuple[list[Tensor], list[Place], int]] = []
+        for group in make_groups(entries, DEFAULT_GROUP_BYTES):
+            chosen = [tensors[entries[i].name] for i in group.tensors]
+            places, nbytes = lay_out([(t.dtype, tuple(t.shape)) for t in chosen])
+            self._groups.append((chosen, places, nbytes))
+        self.agent = Agent(f"raw-{role}")
+        self._slots = Slots(self.agent, 1, max(nbytes for *_, nbytes in self._groups), device)
+        self._transfers: list[Transfer] = []
+        self.peer = ""
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "agent": self.agent.name,
+            "metadata": self.agent.metadata().hex(),
+            "address": self._slots.address,
+            "device_id": self._slots.device_id,
+            "device": self._slots.device.type,
+        }
+
+    def meet(self, other: dict[str, Any]) -> None:
+        """Prepare the transfers with the other side: here a READ, at the trainer a WRITE."""
+        self.peer = other["agent"]
+        self.agent.add(self.peer, bytes.fromhex(other["metadata"]), "the other process")
+        operation: Operation = "WRITE" if self._stages else "READ"
+        for *_, nbytes in self._groups:
+            ours = [[self._slots.address, nbytes, self._slots.device_id]]
+            theirs = [[other["address"], nbytes, other["device_id"]]]
+            self._transfers.append(
+                self.agent.prepare(
+                    operation,
+                    self.peer,
+                    np.array(ours, dtype=np.uint64),
+                    np.array(theirs, dtype=np.uint64),
+                    devices=(self._slots.device.type, other["device"]),
+                    who="the other process",
+                )
+            )
+
+    def copy(self) -> float:
+        """Seconds to stage the model (trainer), or to write it (engine), group by group."""
+        began = time.perf_counter()
+        for tensors, places, nbytes in self._groups:
+            slot = self._slots.slot(0, nbytes)
+            views = [place.view(slot) for place in places]
+            if self._stages:
+                torch._foreach_copy_(views, tensors)
+            else:
+                for tensor, view in zip(tensors, views, strict=True):
+                    tensor.copy_(view)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - began
+
+    def move(self) -> float:
+        """Seconds to move the bytes, group by group."""
+        began = time.perf_counter()
+        for transfer in self._transfers:
+            finish(transfer)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+def finish(transfer: Transfer) -> float:
+    """Post and complete a transfer; returns the seconds that posting took."""
+    began = time.perf_counter()
+    done = transfer.post()
+    posted = time.perf_counter() - began
+    end = began + _PATIENCE
+    while not done:
+        done = transfer.done()
+        if time.perf_counter() > end:
+            raise TransferError(f"a raw transfer didn't complete in {_PATIENCE:g} s: run it again")
+    return posted
+
+
+def round_trips(agent: Agent, peer: str, count: int) -> list[float]:
+    """Seconds of ``count`` signals and their answers, one after another."""
+    seconds = []
+    for i in range(count):
+        began = time.perf_counter()
+        agent.notify(peer, i.to_bytes(8, "big"), "the other process")
+        _await_one(agent)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def echo(agent: Agent, peer: str, count: int) -> None:
+    """Answer that many signals."""
+    for _ in range(count):
+        agent.notify(peer, _await_one(agent), "the other process")
+
+
+def _await_one(agent: Agent) -> bytes:
+    end = time.perf_counter() + _PATIENCE
+    while time.perf_counter() < end:
+        found: Sequence[bytes] = [m for each in agent.drain().values() for m in each]
+        if found:
+            return found[0]
+        with contextlib.suppress(InterruptedError):
+            time.sleep(0.00005)  # the peer may need the core
+    raise TransferError(f"no signal came within {_PATIENCE:g} s: run the benchmark again")

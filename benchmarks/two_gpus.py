@@ -1,0 +1,575 @@
+"""Two GPUs: ``python benchmarks/two_gpus.py --out two_gpus.json``.
+
+The trainer is a process on one GPU, the engine a process on the other (or on the
+same one: ``--devices cuda:0,cuda:0``).  Random bits are sent, and compared after
+every version by a digest of all of them, computed on each side from its own
+memory.  The ceilings are measured first, in the same run: a copy between the
+devices, NCCL's broadcast and NIXL's prepared READ and WRITE of the same number of
+bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import weightwire
+
+CHUNK = 1 << 26  # elements of a digest's intermediate values
+TIMEOUT = 60.0
+Shapes = dict[str, tuple[int, ...]]
+
+
+# ------------------------------------------------------------------------------- models
+
+
+def attention(prefix: str, hidden: int, heads: int, kv_heads: int, head: int) -> Shapes:
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (heads * head, hidden),
+        f"{prefix}.self_attn.k_proj.weight": (kv_heads * head, hidden),
+        f"{prefix}.self_attn.v_proj.weight": (kv_heads * head, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, heads * head),
+        f"{prefix}.self_attn.q_norm.weight": (head,),
+        f"{prefix}.self_attn.k_norm.weight": (head,),
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def mlp(prefix: str, hidden: int, wide: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (wide, hidden),
+        f"{prefix}.up_proj.weight": (wide, hidden),
+        f"{prefix}.down_proj.weight": (hidden, wide),
+    }
+
+
+def around(layers: Shapes, hidden: int, vocabulary: int = 151_936) -> Shapes:
+    return {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        **layers,
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+
+
+def qwen3_8b(layers: int = 36) -> Shapes:
+    found: Shapes = {}
+    for i in range(layers):
+        found |= attention(f"model.layers.{i}", 4096, 32, 8, 128)
+        found |= mlp(f"model.layers.{i}.mlp", 4096, 12_288)
+    return around(found, 4096)
+
+
+def qwen3_30b_a3b(layers: int = 48) -> Shapes:
+    found: Shapes = {}
+    for i in range(layers):
+        found |= attention(f"model.layers.{i}", 2048, 32, 4, 128)
+        found[f"model.layers.{i}.mlp.gate.weight"] = (128, 2048)
+        for expert in range(128):
+            found |= mlp(f"model.layers.{i}.mlp.experts.{expert}", 2048, 768)
+    return around(found, 2048)
+
+
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "qwen3-8b": qwen3_8b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "tiny": lambda: around(mlp("model.layers.0.mlp", 1024, 2048), 1024, 1000),
+}
+
+
+class State:
+    """A state dict in one buffer, whose bits can be changed and digested at once."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+        numel = sum(int(torch.Size(shape).numel()) for shape in shapes.values())
+        self.flat = torch.zeros(-(-numel // 4) * 4, dtype=dtype, device=device)
+        self.tensors: dict[str, Tensor] = {}
+        begin = 0
+        for name, shape in shapes.items():
+            end = begin + int(torch.Size(shape).numel())
+            self.tensors[name] = self.flat[begin:end].view(shape)
+            begin = end
+        self.numel = numel
+
+    def change(self, seed: int) -> None:
+        """Other weights, as after an optimizer step."""
+        generator = torch.Generator(self.flat.device).manual_seed(seed)
+        if self.flat.dtype is torch.float32:
+            self.flat.normal_(generator=generator)
+        else:
+            self.flat.view(torch.int64).random_(generator=generator)
+
+    def digest(self) -> int:
+        """Of the values in bfloat16: each element's bits, weighted by where it lies."""
+        total = 0
+        for begin in range(0, self.flat.numel(), CHUNK):
+            bits = self.flat[begin : begin + CHUNK].bfloat16().view(torch.int16).to(torch.int64)
+            place = torch.arange(begin, begin + bits.numel(), device=bits.device)
+            total += int(((bits + 1) * (place * 0x9E3779B97F4A7C1 | 1)).sum().item())
+        return total & ((1 << 64) - 1)
+
+
+# ------------------------------------------------------------------------------- children
+
+
+class Child:
+    """One process on one GPU: a JSON line each way."""
+
+    def __init__(self, role: str, device: str, setup: dict[str, Any]) -> None:
+        command = [sys.executable, __file__, "--child", role, device, json.dumps(setup)]
+        self._role = role
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, do: str, **arguments: Any) -> Child:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the {self._role} process ended: its error is above")
+        found = json.loads(line)
+        if "error" in found:
+            raise RuntimeError(f"{self._role}: {found['error']}")
+        return found["result"]
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        return self.start(do, **arguments).answer()
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=30)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def pair(devices: list[str], roles: tuple[str, str], setup: dict[str, Any]) -> Iterator[Any]:
+    children: list[Child] = []
+    try:
+        for role, device in zip(roles, devices, strict=True):
+            children.append(Child(role, device, setup))
+        yield children
+    finally:
+        for child in children:  # all of them first: leaving may need the other
+            child.hang_up()
+        for child in children:
+            child.end()
+
+
+def synchronize(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":  # on CPUs the script itself can be tried
+        torch.cuda.synchronize(device)
+
+
+class Role:
+    def __init__(self, device: str, setup: dict[str, Any]) -> None:
+        self.device = torch.device(device)
+        self.setup = setup
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def close(self) -> None:
+        pass
+
+    def sync(self) -> None:
+        synchronize(self.device)
+
+
+class Trainer(Role):
+    def open(self) -> None:
+        dtype = torch.float32 if self.setup["master"] else torch.bfloat16
+        self.state = State(MODELS[self.setup["model"]](), dtype, self.device)
+        self.sender = weightwire.open_sender(
+            self.setup["backend"],
+            session=self.setup["session"],
+            source=self.state.tensors,
+            overlap=self.setup["overlap"],
+            group_bytes=self.setup["group_bytes"],
+            wire_dtype="bfloat16" if self.setup["master"] else None,
+            verify=self.setup["verify"],
+            timeout=TIMEOUT,
+        )
+
+    def change(self, seed: int) -> int:
+        self.state.change(seed)
+        self.sync()
+        return self.state.digest()
+
+    def send(self, version: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        report = self.sender.send(version)
+        self.sync()
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "phases": report.phases, "path": report.path,
+                "nbytes": report.nbytes}  # fmt: skip
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+class Engine(Role):
+    def open(self) -> None:
+        self.state = State(MODELS[self.setup["model"]](), torch.bfloat16, self.device)
+        self.receiver = weightwire.open_receiver(
+            self.setup["backend"],
+            session=self.setup["session"],
+            target=self.state.tensors,
+            receiver_id="engine",
+            overlap=self.setup["overlap"],
+            timeout=TIMEOUT,
+        )
+
+    def receive(self) -> dict[str, Any]:
+        report = self.receiver.receive()
+        self.sync()
+        return {"version": report.version, "phases": report.phases, "path": report.path}
+
+    def digest(self) -> int:
+        return self.state.digest()
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+class NcclRank(Role):
+    """Raw NCCL broadcast between two processes."""
+
+    def open(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        store = dist.FileStore(self.setup["session"], 2)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+        self.memory = torch.full(
+            (self.setup["nbytes"],), rank, dtype=torch.uint8, device=self.device
+        )
+
+    def broadcast(self, repeats: int) -> list[float]:
+        import torch.distributed as dist
+
+        times = []
+        for _ in range(repeats + 2):
+            dist.barrier()
+            self.sync()
+            began = time.perf_counter()
+            dist.broadcast(self.memory, 0)
+            self.sync()
+            times.append(time.perf_counter() - began)
+        assert int(self.memory[-1]) == 0
+        return times[2:]
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+class NixlRank(Role):
+    """Raw prepared READs and WRITEs by the backend's own thin wrapper."""
+
+    def open(self, rank: int) -> dict[str, Any]:
+        from weightwire_nixl.agent import Agent
+
+        self.agent = Agent(f"raw-{rank}")
+        self.memory = torch.full(
+            (self.setup["nbytes"],), rank, dtype=torch.uint8, device=self.device
+        )
+        self.sync()
+        self.agent.register(self.memory, "memory")
+        return {
+            "name": self.agent.name,
+            "metadata": self.agent.metadata().hex(),
+            "address": self.memory.data_ptr(),
+            "device": self.device.index or 0,
+        }
+
+    def meet(self, peer: dict[str, Any]) -> None:
+        self.peer = peer
+        self.agent.add(peer["name"], bytes.fromhex(peer["metadata"]), "the other process")
+
+    def move(self, operation: str, pieces: int, repeats: int) -> list[float]:
+        import numpy as np
+
+        size = self.setup["nbytes"] // pieces
+        offsets = np.arange(pieces, dtype=np.uint64) * np.uint64(size)
+
+        def places(address: int, device: int) -> Any:
+            sizes = np.full(pieces, size, np.uint64)
+            return np.stack([offsets + np.uint64(address), sizes,
+                             np.full(pieces, device, np.uint64)], 1)  # fmt: skip
+
+        transfer = self.agent.prepare(
+            operation,  # type: ignore[arg-type]
+            self.peer["name"],
+            places(self.memory.data_ptr(), self.device.index or 0),
+            places(self.peer["address"], self.peer["device"]),
+            devices=(self.device.type, self.device.type),
+            who="the other process",
+        )
+        times = []
+        for _ in range(repeats + 2):
+            began = time.perf_counter()
+            if not transfer.post():
+                while not transfer.done():
+                    pass
+            times.append(time.perf_counter() - began)
+        transfer.release()
+        return times[2:]
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+ROLES: dict[str, type[Role]] = {
+    "trainer": Trainer, "engine": Engine, "nccl": NcclRank, "nixl": NixlRank,
+}  # fmt: skip
+
+
+def child(role: str, device: str, setup: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    here = ROLES[role](device, json.loads(setup))
+    for line in sys.stdin:
+        command = json.loads(line)
+        do = command.pop("do")
+        try:
+            answer = {"result": getattr(here, do)(**command)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    with contextlib.suppress(Exception):
+        here.close()
+
+
+# ------------------------------------------------------------------------------- ceilings
+
+
+def rates(times: list[float], nbytes: int) -> dict[str, float]:
+    median = statistics.median(times)
+    return {"seconds": median, "min": min(times), "max": max(times), "gbps": nbytes / median / 1e9}
+
+
+def peer_copy(devices: list[str], nbytes: int, repeats: int) -> list[float]:
+    source = torch.ones(nbytes, dtype=torch.uint8, device=devices[0])
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=devices[1])
+    times = []
+    for _ in range(repeats + 2):
+        for device in devices:
+            synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        for device in devices:
+            synchronize(device)
+        times.append(time.perf_counter() - began)
+    return times[2:]
+
+
+def ceilings(devices: list[str], nbytes: int, repeats: int, work: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["peer_copy"] = rates(peer_copy(devices, nbytes, repeats), nbytes)
+    torch.cuda.empty_cache()
+    setup = {"session": str(work / "nccl-store"), "nbytes": nbytes}
+    if devices[0] != devices[1]:
+        with attempt(found, "nccl_broadcast"), pair(devices, ("nccl", "nccl"), setup) as ranks:
+            for rank, process in enumerate(ranks):
+                process.start("open", rank=rank)
+            for process in ranks:
+                process.answer()
+            for process in ranks:
+                process.start("broadcast", repeats=repeats)
+            times = [process.answer() for process in ranks]
+            found["nccl_broadcast"] = rates(
+                [max(pair) for pair in zip(*times, strict=True)], nbytes
+            )
+    with attempt(found, "nixl"), pair(devices, ("nixl", "nixl"), setup) as ranks:
+        infos = [process.ask("open", rank=rank) for rank, process in enumerate(ranks)]
+        ranks[0].ask("meet", peer=infos[1])
+        ranks[1].ask("meet", peer=infos[0])
+        for operation, by in (("READ", 1), ("WRITE", 0)):
+            for pieces in (1, 256):
+                few = 3 if devices[0] == devices[1] and operation == "READ" else repeats
+                times = ranks[by].ask("move", operation=operation, pieces=pieces, repeats=few)
+                found[f"nixl_{operation.lower()}_{pieces}"] = rates(times, nbytes)
+    return found
+
+
+@contextlib.contextmanager
+def attempt(found: dict[str, Any], name: str) -> Iterator[None]:
+    """One part that fails leaves the others their time: the machine is lent."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        found[name] = {"error": str(error)}
+
+
+# ------------------------------------------------------------------------------- versions
+
+
+def versions(devices: list[str], work: Path, case: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """One configuration: a first version, one to warm up, and ``repeats`` that count."""
+    work.mkdir()
+    port_free = case.pop("session", "file")
+    session = f"file://{work}/session" if port_free == "file" else port_free
+    setup = {"session": session, **case}
+    sends: list[dict[str, Any]] = []
+    receives: list[dict[str, Any]] = []
+    with pair(devices, ("trainer", "engine"), setup) as (trainer, engine):
+        trainer.start("open")
+        trainer.answer()
+        engine.ask("open")
+        for version in range(1, repeats + 3):
+            wanted = trainer.ask("change", seed=version)
+            engine.start("receive")
+            sent = trainer.ask("send", version=version)
+            received = engine.answer()
+            held = engine.ask("digest")
+            if received["version"] != version or held != wanted:
+                raise RuntimeError(f"version {version}: the engine holds other bits than were sent")
+            sends.append(sent)
+            receives.append(received)
+    counted, taken = sends[2:], receives[2:]
+    nbytes = counted[0]["nbytes"]
+
+    def medians(reports: list[dict[str, Any]]) -> dict[str, float]:
+        names = {name for report in reports for name in report["phases"]}
+        return {
+            name: statistics.median(report["phases"].get(name, 0.0) for report in reports)
+            for name in sorted(names)
+        }
+
+    return {
+        **case,
+        "nbytes": nbytes,
+        "first": sends[0]["seconds"],
+        **rates([report["seconds"] for report in counted], nbytes),
+        "send_phases": medians(counted),
+        "receive_phases": medians(taken),
+        "path": [counted[-1]["path"], taken[-1]["path"]],
+    }
+
+
+def cases(backends: list[str], models: list[str], group_bytes: int) -> Iterator[dict[str, Any]]:
+    base = {"master": False, "overlap": False, "verify": "sample", "group_bytes": group_bytes}
+    for model in models:
+        for name in backends:
+            if name == "nccl":
+                for mode in ("p2p", "broadcast"):
+                    backend = {"backend": "nccl", "mode": mode, "bucket_bytes": 256 << 20}
+                    yield {**base, "model": model, "backend": backend}
+                yield {**base, "model": model, "backend": backend, "overlap": True}
+            else:
+                backend = {"backend": name}
+                yield {**base, "model": model, "backend": backend}
+                yield {**base, "model": model, "backend": backend, "overlap": True}
+            if model == "qwen3-8b":
+                yield {**base, "model": model, "backend": backend, "overlap": True, "master": True}
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console(width=160)
+    table = Table(title=f"ceilings, {result['ceiling_nbytes'] / 1e9:.1f} GB", title_justify="left")
+    for heading in ("what", "seconds", "GB/s"):
+        table.add_column(heading)
+    for name, row in result["ceilings"].items():
+        if "error" in row:
+            table.add_row(name, "failed", row["error"][:80])
+        else:
+            table.add_row(name, f"{row['seconds']:.4f}", f"{row['gbps']:.1f}")
+    console.print(table)
+    table = Table(title="versions, medians", title_justify="left")
+    for heading in ("model", "backend", "overlap", "master", "GB", "first s", "s", "GB/s", "path"):
+        table.add_column(heading)
+    for row in result["versions"]:
+        shown = [row["model"], json.dumps(row["backend"]), str(row["overlap"]), str(row["master"])]
+        if "error" in row:
+            table.add_row(*shown, "", "", "failed", "", row["error"][:120])
+            continue
+        table.add_row(
+            *shown, f"{row['nbytes'] / 1e9:.1f}", f"{row['first']:.2f}",
+            f"{row['seconds']:.4f}", f"{row['gbps']:.1f}", row["path"][0],
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--devices", default="cuda:0,cuda:1", help="the trainer's, the engine's")
+    parser.add_argument("--backends", default="nccl,nixl")
+    parser.add_argument("--models", default="qwen3-8b,qwen3-30b-a3b", help=", ".join(MODELS))
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--gigabytes", type=float, default=8.6, help="of the ceilings")
+    parser.add_argument("--group-bytes", type=int, default=1 << 30)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child)
+        return
+    devices = options.devices.split(",")
+    nbytes = int(options.gigabytes * 1e9) // (1 << 20) << 20
+    result: dict[str, Any] = {
+        "devices": [torch.cuda.get_device_name(d) if d.startswith("cuda") else d for d in devices],
+        "torch": torch.__version__,
+        "weightwire": weightwire.__version__,
+        "ceiling_nbytes": nbytes,
+        "versions": [],
+    }
+
+    def keep() -> None:
+        if options.out is not None:  # after each part: what was measured isn't lost
+            options.out.write_text(json.dumps(result, indent=1))
+
+    with tempfile.TemporaryDirectory(prefix="weightwire-gpus-") as directory:
+        work = Path(directory)
+        result["ceilings"] = ceilings(devices, nbytes, options.repeats, work)
+        keep()
+        models = options.models.split(",")
+        for number, case in enumerate(
+            cases(options.backends.split(","), models, options.group_bytes)
+        ):
+            kept = dict(case)
+            with attempt(kept, "failed"):
+                kept = versions(devices, work / str(number), dict(case), options.repeats)
+            if "failed" in kept:
+                kept["error"] = kept.pop("failed")["error"]
+            result["versions"].append(kept)
+            print(json.dumps(kept), file=sys.stderr, flush=True)
+            keep()
+    show(result)
+    failed = [row for row in (*result["ceilings"].values(), *result["versions"]) if "error" in row]
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
