@@ -21,6 +21,7 @@ from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
+from weightwire.views import View, record_views
 from weightwire_conformance.rig.points import Points
 
 __all__ = ["PartTarget", "PointedSource", "PointedTarget", "instrument"]
@@ -119,16 +120,29 @@ def _flip(tensors: Mapping[int, Tensor]) -> None:
     raw[raw.numel() // 2] ^= 4
 
 
-class PointedSource(WeightSource):
-    """A trainer's tensors."""
+Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
-    def __init__(self, tensors: Mapping[str, Tensor], points: Points) -> None:
+
+class PointedSource(WeightSource):
+    """A trainer's tensors.
+
+    Args:
+        convert: what the trainer does to save its checkpoints, where those are others.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], points: Points, convert: Convert | None = None
+    ) -> None:
         self._tensors = tensors
         self._points = points
+        self._convert = convert
 
     def tensors(self) -> Mapping[str, Tensor]:
         self._points.reach("source.tensors")
         return self._tensors
+
+    def views(self, given: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Sequence[View]:
+        return () if self._convert is None else record_views(given, self._convert)
 
 
 class PointedTarget(WeightTarget):
@@ -147,6 +161,10 @@ class PointedTarget(WeightTarget):
     def plan(self, table: TensorTable) -> Sequence[Region]:
         self._points.reach("target.plan")
         return self._inner.plan(table)
+
+    @property
+    def takes_pieces(self) -> bool:
+        return self._inner.takes_pieces
 
     def begin(self, version: int) -> None:
         self._inner.begin(version)
