@@ -158,9 +158,14 @@ class Child:
     def ask(self, do: str, **arguments: Any) -> Any:
         return self.start(do, **arguments).answer()
 
-    def end(self) -> None:
+    def hang_up(self) -> None:
         with contextlib.suppress(OSError):
-            self._process.communicate("", timeout=30)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=30)
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -174,6 +179,8 @@ def pair(devices: list[str], roles: tuple[str, str], setup: dict[str, Any]) -> I
             children.append(Child(role, device, setup))
         yield children
     finally:
+        for child in children:  # all of them first: leaving may need the other
+            child.hang_up()
         for child in children:
             child.end()
 

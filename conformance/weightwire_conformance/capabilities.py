@@ -10,10 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FINISHED_ARE_SERVED", "NOBODY_NEED_LISTEN", "Need", "limit_of", "receivers"]
+__all__ = [
+    "FINISHED_ARE_SERVED",
+    "NOBODY_NEED_LISTEN",
+    "Need",
+    "limit_of",
+    "option",
+    "receivers",
+]
 
 Declared = Mapping[str, Any]
-"""``Capabilities`` by field name, as it comes from a worker."""
+"""``Capabilities`` by field name, as it comes from a worker; and the names of its ``options``."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,12 @@ class Need:
     Attributes:
         text: what a backend that declares it can do.
         declared: whether a backend does.
+        refusal: the error that asking for it must get otherwise.
     """
 
     text: str
     declared: Callable[[Declared], bool]
+    refusal: str = "UnsupportedOperation"
 
 
 NOBODY_NEED_LISTEN = Need(
@@ -56,3 +65,8 @@ def limit_of(nbytes: int) -> Need:
         return most is None or most >= nbytes
 
     return Need(f"a tensor of {nbytes >> 20} MiB", declared)
+
+
+def option(name: str) -> Need:
+    """A backend that has such a field in its config model; others refuse it as they must."""
+    return Need(f"the option {name!r}", lambda c: name in c["options"], "ConfigError")

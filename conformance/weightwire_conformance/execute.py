@@ -92,13 +92,14 @@ class Bench:
             return Outcome.FAILED, reason, f"{reason}\ndeclare it in the backend's Capabilities"
         detail = "".join(traceback.format_exception(failure))
         reason = _first(str(failure)) or type(failure).__name__
-        refused = isinstance(failure, RemoteError) and "UnsupportedOperation" in failure.kinds
-        if refused and not declared:
+        kinds = failure.kinds if isinstance(failure, RemoteError) else ()
+        refusal = _refusal(case)
+        if refusal in kinds and not declared:
             return Outcome.UNSUPPORTED, reason, detail
-        if refused:
+        if "UnsupportedOperation" in kinds:
             reason = f"can't be refused: {reason}"
         elif not declared and not isinstance(failure, LeftBehind):
-            reason = f"must be refused with UnsupportedOperation, and got {reason}"
+            reason = f"must be refused with {refusal}, and got {reason}"
         return Outcome.FAILED, reason, detail
 
     def _attempt(
@@ -122,13 +123,17 @@ class Bench:
         except Exception as error:
             failure = error
             # A refusal is an orderly end: its processes must be clean too.
-            reuse = isinstance(error, RemoteError) and "UnsupportedOperation" in error.kinds
+            reuse = isinstance(error, RemoteError) and _refusal(case) in error.kinds
         finally:
             try:
                 fleet.close(reuse=reuse)
             except LeftBehind as left:
                 failure = left
         return failure
+
+
+def _refusal(case: Case) -> str:
+    return "UnsupportedOperation" if case.need is None else case.need.refusal
 
 
 def _first(text: str) -> str:

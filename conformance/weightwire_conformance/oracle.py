@@ -18,7 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MODELS", "Leaf", "Model", "difference", "model", "pristine", "source", "target"]
+__all__ = [
+    "MODELS",
+    "Cut",
+    "Cuts",
+    "Leaf",
+    "Model",
+    "difference",
+    "model",
+    "piece",
+    "pristine",
+    "source",
+    "target",
+    "whole",
+]
 
 Layout = Literal["dense", "strided", "transposed", "narrowed", "expanded"]
 Kind = Literal["bits", "numbers"]
@@ -57,7 +70,50 @@ class Leaf:
 Model = Sequence[Leaf]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """One of the ``parts`` into which ``torch.chunk`` cuts a dimension: the last may be empty."""
+
+    dimension: int
+    parts: int
+    index: int
+
+
+Cuts = Callable[[Leaf], Sequence[Cut]]
+"""How a rank's piece of a tensor is cut out of it, one cut after another."""
+
+
+def whole(leaf: Leaf) -> Sequence[Cut]:
+    """A rank that holds all of every tensor."""
+    del leaf
+    return ()
+
+
+def piece(leaf: Leaf, cuts: Cuts) -> tuple[slice, ...]:
+    """The indices of a rank's piece."""
+    sides = [(0, extent) for extent in leaf.shape]
+    for cut in cuts(leaf):
+        begin, end = sides[cut.dimension]
+        step = -(-(end - begin) // cut.parts)
+        first = min(begin + cut.index * step, end)
+        sides[cut.dimension] = (first, min(first + step, end))
+    return tuple(slice(begin, end) for begin, end in sides)
+
+
 # ------------------------------------------------------------------ models
+
+
+def _uneven() -> Iterable[Leaf]:
+    """Sizes that no number of ranks divides, and tensors smaller than that number."""
+    yield Leaf("embed.weight", (23, 10), torch.bfloat16)
+    for i in range(2):
+        yield Leaf(f"layers.{i}.up.weight", (13, 7), torch.float32)
+        yield Leaf(f"layers.{i}.experts.weight", (5, 3, 11), torch.float8_e4m3fn)
+        yield Leaf(f"layers.{i}.norm.weight", (7,), torch.float64)
+        yield Leaf(f"layers.{i}.steps", (), torch.int64)
+    yield Leaf("single.weight", (1, 9), torch.float16)
+    yield Leaf("mask", (11,), torch.bool)
+    yield Leaf("nothing", (0, 4), torch.float32)
 
 
 def _layers(count: int = 3, width: int = 96) -> Iterable[Leaf]:
@@ -226,6 +282,7 @@ MODELS: Mapping[str, Callable[..., Iterable[Leaf]]] = {
     "tied": _tied,
     "tiny": _tiny,
     "twins": _twins,
+    "uneven": _uneven,
 }
 """By the name that scenarios use; each takes its sizes as keyword arguments."""
 
@@ -304,14 +361,18 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def source(
-    leaves: Model, version: int, seed: int, into: dict[str, Tensor] | None
+    leaves: Model,
+    version: int,
+    seed: int,
+    into: dict[str, Tensor] | None,
+    cuts: Cuts = whole,
 ) -> dict[str, Tensor]:
-    """The trainer's tensors with a version in them; in ``into``'s memory when it is given."""
-    made = into if into is not None else _allocate(leaves)
+    """A trainer rank's tensors with a version in them; in ``into``'s memory when it is given."""
+    made = into if into is not None else _allocate(leaves, cuts)
     with torch.no_grad():
         for leaf in leaves:
             if leaf.tied is None:
-                value = _stored(leaf, version, seed)
+                value = _stored(leaf, version, seed)[piece(leaf, cuts)]
                 where = made[leaf.name]
                 if leaf.layout == "expanded":
                     where, value = where[:, :1], value[:, :1]
@@ -330,7 +391,7 @@ def _raw_view(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _allocate(leaves: Model) -> dict[str, Tensor]:
+def _allocate(leaves: Model, cuts: Cuts) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for leaf in leaves:
         if leaf.tied is not None:
@@ -338,7 +399,7 @@ def _allocate(leaves: Model) -> dict[str, Tensor]:
             continue
         match leaf.layout:
             case "dense":
-                made[leaf.name] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                made[leaf.name] = _empty_piece(leaf, cuts, leaf.dtype)
             case "strided":
                 rows, columns = leaf.shape
                 made[leaf.name] = torch.empty(2 * rows, 3 * columns, dtype=leaf.dtype)[::2, ::3]
@@ -352,31 +413,38 @@ def _allocate(leaves: Model) -> dict[str, Tensor]:
     return made
 
 
-def target(leaves: Model) -> dict[str, Tensor]:
-    """The receiver's tensors, filled with what no version has: NaNs, and -1 in integers."""
+def _empty_piece(leaf: Leaf, cuts: Cuts, dtype: torch.dtype) -> Tensor:
+    return torch.empty([side.stop - side.start for side in piece(leaf, cuts)], dtype=dtype)
+
+
+def target(leaves: Model, cuts: Cuts = whole) -> dict[str, Tensor]:
+    """An inference rank's tensors, filled with what no version has: NaNs, and -1 in integers."""
     made: dict[str, Tensor] = {}
     for leaf in leaves:
         if leaf.tied is not None:
             made[leaf.name] = made[leaf.tied]
             continue
-        made[leaf.name] = torch.empty(leaf.shape, dtype=leaf.cast or leaf.dtype)
+        made[leaf.name] = _empty_piece(leaf, cuts, leaf.cast or leaf.dtype)
         if made[leaf.name].numel():
             _raw_view(made[leaf.name]).fill_(1 if leaf.dtype == torch.bool else 255)
     return made
 
 
-def pristine(leaves: Model, held: Mapping[str, Tensor]) -> bool:
+def pristine(leaves: Model, held: Mapping[str, Tensor], cuts: Cuts = whole) -> bool:
     """Whether a target is as ``target`` made it."""
-    fresh = target(leaves)
+    fresh = target(leaves, cuts)
     return all(torch.equal(_raw(held[name]), _raw(value)) for name, value in fresh.items())
 
 
-def difference(leaves: Model, held: Mapping[str, Tensor], version: int, seed: int) -> str | None:
+def difference(
+    leaves: Model, held: Mapping[str, Tensor], version: int, seed: int, cuts: Cuts = whole
+) -> str | None:
     """Where a target isn't this version, byte for byte; None when it is."""
     by_name = {leaf.name: leaf for leaf in leaves}
     for leaf in leaves:
         origin = by_name[leaf.tied] if leaf.tied is not None else leaf
-        have, want = _raw(held[leaf.name]), _raw(_arriving(origin, version, seed))
+        value = _arriving(origin, version, seed)[piece(origin, cuts)]
+        have, want = _raw(held[leaf.name]), _raw(value)
         if have.shape != want.shape:
             return f"tensor {leaf.name!r} has {have.numel()} bytes, not {want.numel()}"
         if not torch.equal(have, want):

@@ -29,9 +29,21 @@ methods; what differs is who waits for whom inside them:
     ``fetch`` of one group meet.
 
 Every method runs on the thread that called ``send`` or ``receive``, except
-``close``, which may run on another after that thread has left.  Every wait goes
-through ``context.watch.until``: it has the call's deadline and ends when a peer
-is lost.  Native errors are translated into ``weightwire.errors``.
+``lose``, and ``close``, which may run on another after that thread has left.
+Native errors are translated into ``weightwire.errors``.
+
+Every wait goes through ``context.watch.until``: it has the call's deadline and
+ends when a peer is lost.  The condition that it is given may be evaluated any
+number of times, also after it held: it may make progress, but nothing may depend
+on how often it ran.  A transport that moves bytes without waiting, such as a
+loop over a stream that always has more, calls ``context.watch.check`` at least
+every tenth of a second until they have moved: ``until`` looks at the deadline
+and at lost peers only while its condition doesn't hold.
+
+Whether a peer is gone is core's verdict, by its lease.  A connection that breaks
+may be the first sign: a receiver raises ``PeerLost``.  So does a sender, unless
+``context.goes_on_without_lost``: then it drops that reader from the version and
+goes on with the others.
 """
 
 from __future__ import annotations
@@ -207,7 +219,8 @@ class SenderTransport(ABC):
     2. ``begin(offer, readers)`` once the roster is ready (``store``: at once).
     3. for each group in which this rank owns shards: ``slot``, then ``put``.
     4. ``finish()``; when it has returned on every rank, the version is out.
-    5. or, at any point after 2, ``abort(error)``.
+    5. or, at any point after 2 began, ``abort(error)``: also when ``begin`` raised,
+       on whatever it had done until then.
 
     Between versions: ``drop(policy)`` for finished versions that nobody may
     read any more (only with ``serves_finished``).  At the end ``close()``.
@@ -276,7 +289,12 @@ class SenderTransport(ABC):
     def lose(self, receiver_id: str) -> None:
         """Wait for this receiver no more; it is gone and the version goes on without it.
 
-        May be called on another thread while ``slot``, ``put`` or ``finish`` waits.
+        Only called when ``context.goes_on_without_lost``; without, a lost receiver ends the
+        version: the wait that runs raises ``PeerLost``, and ``abort`` follows.
+
+        Called on another thread, at any time between ``begin`` and the end of ``finish``,
+        while ``slot``, ``put`` or ``finish`` may be waiting; several times for one receiver,
+        and also for one that reads nothing from this rank.
         """
 
     @abstractmethod
@@ -301,7 +319,8 @@ class ReceiverTransport(ABC):
        so that it arrives while this one is verified and written; without, they follow the
        writing of the group before.
     4. ``finish()`` after the last group has been verified.
-    5. or, at any point after 2, ``abort(error)``: also of what was posted and not fetched.
+    5. or, at any point after 2 began, ``abort(error)``: also when ``begin`` raised, and of
+       what was posted and not fetched.
 
     At the end ``close()``.
     """

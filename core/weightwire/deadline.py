@@ -167,8 +167,9 @@ class Watch:
         """Poll ``condition`` until it returns something true.
 
         Args:
-            condition: cheap and without side effects; polled with pauses from
-                0.2 ms up to 20 ms.
+            condition: cheap; polled with pauses from 0.2 ms up to 20 ms.  It may be
+                evaluated any number of times, also after it held: it may make progress,
+                but nothing may depend on how often it ran.
             waiting_for: noun for the message, such as ``"credits of group 3"``.
             missing: who hasn't answered yet, for the message.
             rest: passes the time between two looks, at most so many seconds, and

@@ -20,13 +20,14 @@ from torch import Tensor
 from weightwire.contract import Policy
 from weightwire.deadline import Watch
 from weightwire.errors import PeerLost, UnsupportedOperation, WeightWireError
+from weightwire.layout import cut_out
 from weightwire.materialise import CheckpointTensors, whole_holders
 from weightwire.session import keys
 from weightwire.session.lease import Member
 from weightwire.session.rendezvous import SessionRendezvous
 from weightwire.session.session import Session
 from weightwire.sources import Spec
-from weightwire.table import TensorEntry, TensorTable
+from weightwire.table import Part, TensorEntry, TensorTable
 from weightwire.trace.cover import Box
 from weightwire.trace.extents import box_of
 from weightwire.views import View
@@ -40,10 +41,11 @@ class Piece:
 
     Attributes:
         tensor: index into the table's tensors.
-        offsets, sizes: the box, in ``frame``.
+        offsets, sizes: the box, in the dimensions of the source.
         source: name of the trainer's tensor that it is cut out of.
-        start: where it begins in what the holder has of that.
-        frame: shape in which the owner sees its tensor: a source's dimensions.
+        held: first index of the larger box that the holder has.
+        landed: first index of the box that the owner puts together in this group.
+        frame: extent of that box in the dimensions of the source.
     """
 
     tensor: int
@@ -52,7 +54,8 @@ class Piece:
     holder: int
     owner: int
     source: str
-    start: tuple[int, ...]
+    held: tuple[int, ...]
+    landed: tuple[int, ...]
     frame: tuple[int, ...]
 
 
@@ -84,35 +87,37 @@ class ExchangePlan:
                     rank
                 )
         self._groups: list[tuple[Piece, ...]] = []
-        for members in table.groups:
+        for group, members in enumerate(table.groups):
             pieces = []
             for i in members.tensors:
                 entry = table.tensors[i]
+                if not entry.numel:
+                    continue
                 owner = entry.shards[0].owner
                 sources = self._sources(entry.name)
                 if all(owner in holders.get(source, ()) for source in sources):
                     continue  # its owner holds it whole
                 source, frame = self._frame(entry)
+                landed = _in_source(table.part(group, i), entry.shape, frame)
                 boxes = {box: ranks for box, ranks in held[source].items() if 0 not in box[1]}
                 for (offsets, sizes), ranks in sorted(boxes.items()):
-                    start = tuple(map(max, offsets, frame.start))
-                    stop = tuple(map(min, map(sum, zip(offsets, sizes, strict=True)), frame.stop))
-                    if any(a >= b for a, b in zip(start, stop, strict=True)):
-                        continue
                     # Spread over the replicas of a box, but keep it where it is if it is there.
                     holder = owner if owner in ranks else ranks[i % len(ranks)]
-                    pieces.append(
-                        Piece(
-                            tensor=i,
-                            offsets=_minus(start, frame.start),
-                            sizes=_minus(stop, start),
-                            holder=holder,
-                            owner=owner,
-                            source=source,
-                            start=_minus(start, offsets),
-                            frame=_minus(frame.stop, frame.start),
+                    here = landed.meet(offsets, sizes)
+                    if here is not None:
+                        pieces.append(
+                            Piece(
+                                tensor=i,
+                                offsets=here.offsets,
+                                sizes=here.sizes,
+                                holder=holder,
+                                owner=owner,
+                                source=source,
+                                held=offsets,
+                                landed=landed.offsets,
+                                frame=landed.sizes,
+                            )
                         )
-                    )
             self._groups.append(tuple(pieces))
 
     def _sources(self, name: str) -> set[str]:
@@ -195,7 +200,7 @@ class Exchange:
             pieces: of the group, in an order that is the same on every rank.
             tensors: this rank's tensors by name.
             whole: by tensor index, the contiguous tensor of the wire dtype that
-                this rank puts together.
+                this rank puts together: what of it travels in this group.
         """
         works: list[Any] = []
         arrivals: list[tuple[Tensor, Tensor]] = []
@@ -203,11 +208,15 @@ class Exchange:
             for tag, piece in enumerate(pieces):
                 entry = table.tensors[piece.tensor]
                 if self._rank == piece.owner:
-                    box = _narrowed(
-                        whole[piece.tensor].view(piece.frame), piece.offsets, piece.sizes
+                    box = cut_out(
+                        whole[piece.tensor].view(piece.frame),
+                        piece.offsets,
+                        piece.sizes,
+                        piece.landed,
                     )
                     if self._rank == piece.holder:
-                        box.copy_(_narrowed(tensors.source(piece.source), piece.start, piece.sizes))
+                        held = tensors.source(piece.source)
+                        box.copy_(cut_out(held, piece.offsets, piece.sizes, piece.held))
                         continue
                     landing = (
                         box
@@ -217,8 +226,9 @@ class Exchange:
                     arrivals.append((box, landing))
                     works.append(self._group.recv([_raw(landing)], piece.holder, tag))
                 elif self._rank == piece.holder:
-                    held = _narrowed(tensors.source(piece.source), piece.start, piece.sizes)
-                    local = held.to(entry.torch_dtype).contiguous()
+                    held = tensors.source(piece.source)
+                    local = cut_out(held, piece.offsets, piece.sizes, piece.held)
+                    local = local.to(entry.torch_dtype).contiguous()
                     works.append(self._group.send([_raw(local)], piece.owner, tag))
                     arrivals.append((local, local))  # kept alive until it is sent
             if works:
@@ -265,14 +275,23 @@ class Exchange:
         ) from failure[0]
 
 
-def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
+def _in_source(part: Part, shape: Sequence[int], frame: Box) -> Part:
+    """What travels of a tensor, as a box of its source.
 
-
-def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, at, size)
-    return tensor
+    Args:
+        part: in the tensor's dimensions.
+        shape: of the tensor.
+        frame: the box of the source that the tensor is; the two differ in dimensions
+            of one element.
+    """
+    real = [dim for dim, size in enumerate(shape) if size > 1]
+    inner = iter((part.offsets[dim], part.sizes[dim]) for dim in real)
+    offsets, sizes = [], []
+    for begin, end in zip(frame.start, frame.stop, strict=True):
+        at, size = next(inner) if end - begin > 1 else (0, 1)
+        offsets.append(begin + at)
+        sizes.append(size)
+    return Part(tuple(offsets), tuple(sizes))
 
 
 def _raw(tensor: Tensor) -> Tensor:

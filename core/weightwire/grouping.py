@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from weightwire.errors import ConfigError
-from weightwire.table import Group, TensorEntry
+from weightwire.table import Group, Part, TensorEntry
 
-__all__ = ["DEFAULT_GROUP_BYTES", "layer_key", "make_groups"]
+__all__ = ["DEFAULT_GROUP_BYTES", "MAX_PARTS", "layer_key", "make_groups"]
 
 DEFAULT_GROUP_BYTES = 256 << 20
+MAX_PARTS = 1 << 16
+"""Most parts of one tensor: far above what any sensible budget gives."""
 
 
 def layer_key(name: str) -> tuple[str, int] | None:
@@ -29,30 +34,70 @@ def make_groups(entries: Sequence[TensorEntry], budget: int) -> tuple[Group, ...
 
     Tensors outside any layer go before the layers when they come before the
     first one in the table, else after the last.  A tensor larger than the
-    budget is a group of its own.
+    budget is cut into parts, each in another group: no group exceeds the budget.
 
     Raises:
-        ConfigError: the budget is below one element.
+        ConfigError: the budget is below one element, or so small that a tensor
+            falls into more than ``MAX_PARTS`` parts.
     """
     if budget < 8:
         raise ConfigError(f"group_bytes={budget} is below one element: use at least 8")
-    groups: list[list[int]] = []
+    groups: list[list[_Member]] = []
     filled = 0
     for layer in _layers(entries):
-        nbytes = sum(entries[i].nbytes for i in layer)
+        members = [member for i in layer for member in _members(i, entries[i], budget)]
+        nbytes = sum(member.nbytes for member in members)
         if groups and filled + nbytes <= budget:
-            groups[-1].extend(layer)
+            groups[-1].extend(members)
             filled += nbytes
             continue
         groups.append([])
         filled = 0
-        for i in layer:
-            if groups[-1] and filled + entries[i].nbytes > budget:
+        for member in members:
+            # Two parts of one tensor never fit together: each is as large as it can be.
+            if groups[-1] and filled + member.nbytes > budget:
                 groups.append([])
                 filled = 0
-            groups[-1].append(i)
-            filled += entries[i].nbytes
-    return tuple(Group(tuple(group)) for group in groups if group)
+            groups[-1].append(member)
+            filled += member.nbytes
+    return tuple(
+        Group(
+            tuple(member.tensor for member in group),
+            {member.tensor: member.part for member in group if member.part is not None},
+        )
+        for group in groups
+        if group
+    )
+
+
+class _Member(NamedTuple):
+    tensor: int
+    part: Part | None
+    nbytes: int
+
+
+def _members(tensor: int, entry: TensorEntry, budget: int) -> list[_Member]:
+    if entry.nbytes <= budget:
+        return [_Member(tensor, None, entry.nbytes)]
+    itemsize = entry.torch_dtype.itemsize
+    dim, index_nbytes = 0, entry.nbytes  # one index of each dimension before ``dim``
+    while (index_nbytes := index_nbytes // entry.shape[dim]) > budget:
+        dim += 1
+    step = budget // index_nbytes
+    count = math.prod(entry.shape[:dim]) * -(-entry.shape[dim] // step)
+    if count > MAX_PARTS:
+        raise ConfigError(
+            f"group_bytes={budget} cuts tensor {entry.name!r} of {entry.nbytes} bytes into {count} "
+            f"parts, more than {MAX_PARTS}: raise it"
+        )
+    inner = entry.shape[dim + 1 :]
+    members = []
+    for index in itertools.product(*map(range, entry.shape[:dim])):
+        for begin in range(0, entry.shape[dim], step):
+            extent = min(step, entry.shape[dim] - begin)
+            part = Part((*index, begin, *(0 for _ in inner)), (*(1 for _ in index), extent, *inner))
+            members.append(_Member(tensor, part, math.prod(part.sizes) * itemsize))
+    return members
 
 
 def _layers(entries: Sequence[TensorEntry]) -> list[list[int]]:

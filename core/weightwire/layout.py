@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from weightwire.errors import UnsupportedOperation
 from weightwire.table import Shard, TensorTable
 
-__all__ = ["ALIGNMENT", "Place", "SlotLayout", "lay_out", "slot_layout"]
+__all__ = ["ALIGNMENT", "Place", "SlotLayout", "cut_out", "lay_out", "slot_layout"]
 
 ALIGNMENT = 64
 """Bytes to which each tensor's begin is aligned."""
@@ -44,13 +44,28 @@ class SlotLayout:
 
     Attributes:
         places: by tensor index.
-        shards: the shard that lies there, by tensor index.
+        shards: the box that lies there, by tensor index: the owner's shard, or
+            of a tensor that is cut over several groups, what of it is in this one.
         nbytes: of the whole slot.
     """
 
     places: dict[int, Place]
     shards: dict[int, Shard]
     nbytes: int
+
+
+def cut_out(
+    tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int], origin: Sequence[int]
+) -> Tensor:
+    """The view of a box of a tensor whose first element has the global index ``origin``."""
+    if tuple(tensor.shape) == tuple(sizes):
+        return tensor
+    return tensor[
+        tuple(
+            slice(at - begin, at - begin + size)
+            for at, size, begin in zip(offsets, sizes, origin, strict=True)
+        )
+    ]
 
 
 def lay_out(parts: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[list[Place], int]:
@@ -73,6 +88,10 @@ def slot_layout(table: TensorTable, group: int, owner: int) -> SlotLayout:
                 f"tensor {table.tensors[i].name!r} has several shards on rank {owner}: "
                 "merge them in the source"
             )
+        part = table.groups[group].parts.get(i)
+        if mine and part is not None:
+            here = part.meet(mine[0].offsets, mine[0].sizes)
+            mine = [Shard(owner, here.offsets, here.sizes)] if here is not None else []
         if mine:
             shards[i] = mine[0]
     places, nbytes = lay_out(

@@ -8,7 +8,6 @@ A tensor of which a replica reads less than all is not verified, and not said to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from weightwire.errors import SessionError, VerificationError
-from weightwire.table import TensorEntry, TensorTable, tiles
+from weightwire.table import Part, TensorEntry, TensorTable
 
 __all__ = ["Fetched", "PartDigests", "compare_parts"]
 
@@ -26,14 +25,16 @@ Dims = tuple[Count, ...]
 
 
 class PartDigests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One tensor, as far as one rank has read it.
+    """What a group holds of one tensor, as far as one rank has read it.
 
     Attributes:
+        group: index into the table's groups.
         tensor: index into the table's tensors.
         boxes: offsets, sizes and digest of each region.
         sealed: by owner, the digest of its shard.
     """
 
+    group: Count
     tensor: Count
     boxes: tuple[tuple[Dims, Dims, int], ...]
     sealed: dict[int, int]
@@ -69,16 +70,16 @@ def compare_parts(table: TensorTable, ranks: Sequence[Fetched], version: int) ->
     Raises:
         VerificationError: a tensor isn't what its owners sealed.
     """
-    together: dict[int, list[PartDigests]] = {}
+    together: dict[tuple[int, int], list[PartDigests]] = {}
     for fetched in ranks:
         for part in fetched.parts:
-            if part.tensor < len(table.tensors):
-                together.setdefault(part.tensor, []).append(part)
-    for tensor, parts in together.items():
-        _compare(table.tensors[tensor], parts, version)
+            if part.group < len(table.groups) and part.tensor in table.groups[part.group].tensors:
+                together.setdefault((part.group, part.tensor), []).append(part)
+    for (group, tensor), parts in together.items():
+        _compare(table.tensors[tensor], table.part(group, tensor), parts, version)
 
 
-def _compare(entry: TensorEntry, parts: Iterable[PartDigests], version: int) -> None:
+def _compare(entry: TensorEntry, here: Part, parts: Iterable[PartDigests], version: int) -> None:
     boxes: dict[tuple[Dims, Dims], int] = {}
     sealed: dict[int, int] = {}
     for part in parts:
@@ -94,8 +95,8 @@ def _compare(entry: TensorEntry, parts: Iterable[PartDigests], version: int) -> 
                     f"tensor {entry.name!r} of version {version} has two seals of sender rank "
                     f"{owner}: send it again"
                 )
-    owners = {shard.owner for shard in entry.shards if math.prod(shard.sizes)}
-    if not owners <= sealed.keys() or not tiles(entry.shape, list(boxes)):
+    owners = {shard.owner for shard in entry.shards if here.meet(shard.offsets, shard.sizes)}
+    if not owners <= sealed.keys() or not here.is_tiled_by(list(boxes)):
         return
     arrived = sum(boxes.values()) & _MASK
     expected = sum(sealed[owner] for owner in owners) & _MASK

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
+from weightwire.copying import copy_all
+from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
 from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
 from weightwire.exchange import Exchange, ExchangePlan, Piece
-from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
+from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
 from weightwire.materialise import CheckpointTensors
 from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
-from weightwire.table import Region, TensorTable, tiles
+from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
 
 __all__ = ["FetchPlan", "SendPlan", "combine"]
@@ -63,6 +65,12 @@ class SendPlan:
         self.table = table
         self._exchange = exchange
         self._groups: list[tuple[int, SlotLayout, tuple[Piece, ...]]] = []
+        self._held = {
+            i: shard
+            for i, entry in enumerate(table.tensors)
+            for shard in entry.shards
+            if shard.owner == rank
+        }
         for group in range(len(table.groups)):
             layout = slot_layout(table, group, rank)
             pieces = exchange.of_group(group) if exchange is not None else ()
@@ -131,7 +139,7 @@ class SendPlan:
             if i in assembled:
                 copies.append((i, place))
                 continue
-            tensor = tensors[self.table.tensors[i].name]
+            tensor = self._local(tensors, layout, i)
             as_it_lies = (
                 slot is None
                 and tensor.dtype == place.dtype
@@ -156,10 +164,16 @@ class SendPlan:
             views = {i: place.view(slot) for i, place in copies}
             here = [i for i in views if i not in assembled]
             if here:
-                values = [tensors[self.table.tensors[i].name] for i in here]
-                torch._foreach_copy_([views[i] for i in here], values)
+                values = [self._local(tensors, layout, i) for i in here]
+                copy_all([views[i] for i in here], values)
             staged.update(views)
         return staged
+
+    def _local(self, tensors: Mapping[str, Tensor], layout: SlotLayout, i: int) -> Tensor:
+        """What this rank holds of a tensor, as far as it travels in the layout's group."""
+        here = layout.shards[i]
+        tensor = tensors[self.table.tensors[i].name]
+        return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
 
     def _digests(
         self, layout: SlotLayout, staged: Mapping[int, Tensor], verify: Verify, version: int
@@ -183,31 +197,47 @@ class FetchPlan:
     """What one inference rank reads, group by group: made once per table.
 
     Args:
+        regions: what the target has planned.
+        pieces: whether the target takes pieces of its regions; then regions of tensors
+            that are cut over several groups are cut likewise.
         overlap: let a group arrive while the one before it is verified and written.
+
+    Attributes:
+        regions: what is read, each in one group.
     """
 
     def __init__(
-        self, table: TensorTable, regions: Sequence[Region], *, overlap: bool = False
+        self,
+        table: TensorTable,
+        regions: Sequence[Region],
+        *,
+        pieces: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.table = table
-        self.regions = tuple(regions)
-        _validate(table, self.regions)
-        by_tensor: dict[int, list[int]] = {}
-        for position, region in enumerate(self.regions):
-            by_tensor.setdefault(region.tensor, []).append(position)
+        _validate(table, regions)
+        cuts = Cuts(table)
+        cut = [
+            piece
+            for region in regions
+            for piece in (cuts.cut(region) if pieces else [(cuts.group_of(region), region)])
+        ]
+        self.regions = tuple(region for _, region in cut)
+        by_group: dict[int, dict[int, list[int]]] = {}
+        for position, (group, region) in enumerate(cut):
+            by_group.setdefault(group, {}).setdefault(region.tensor, []).append(position)
         self._whole = {
-            i
+            (group, i)
+            for group, by_tensor in by_group.items()
             for i, positions in by_tensor.items()
-            if tiles(
-                table.tensors[i].shape,
-                [(self.regions[p].offsets, self.regions[p].sizes) for p in positions],
+            if table.part(group, i).is_tiled_by(
+                [(self.regions[p].offsets, self.regions[p].sizes) for p in positions]
             )
         }
-        self._groups: list[tuple[int, list[int]]] = []
-        for group, members in enumerate(table.groups):
-            positions = [p for i in members.tensors for p in by_tensor.get(i, ())]
-            if positions:
-                self._groups.append((group, positions))
+        self._groups = [
+            (group, [p for i in table.groups[group].tensors for p in by_group[group].get(i, ())])
+            for group in sorted(by_group)
+        ]
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
         self._keys = {r.tensor: tensor_key(table.tensors[r.tensor].name) for r in self.regions}
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
@@ -247,7 +277,8 @@ class FetchPlan:
             with phases.timed("fetch"):
                 seals = transport.fetch(group, memory)
             with phases.timed("verify"):
-                total = (total + self._verify(memory, seals, verify, version, parts)) & _MASK
+                arrived = self._verify(group, memory, seals, verify, version, parts)
+                total = (total + arrived) & _MASK
             with phases.timed("replay"):
                 target.write(group, self._by_region(memory, keep))
         with phases.timed("commit"):
@@ -293,15 +324,16 @@ class FetchPlan:
 
     def _verify(
         self,
+        group: int,
         memory: Mapping[int, Tensor],
         seals: Sequence[Seal],
         verify: Verify,
         version: int,
         parts: list[PartDigests],
     ) -> int:
-        """Compare whole tensors with their owners' digests, from the receiver's own memory.
+        """Compare what this rank holds wholly with its owners' digests, from its own memory.
 
-        What this rank holds in part is appended to ``parts``, to be compared
+        What it holds in part is appended to ``parts``, to be compared
         together with the parts of the replica's other ranks.
         """
         if verify == "off":
@@ -326,10 +358,10 @@ class FetchPlan:
             entry = self.table.tensors[i]
             if entry.numel == 0:
                 continue
-            if i not in self._whole:
+            if (group, i) not in self._whole:
                 digests = tuple((region.offsets, region.sizes, value) for region, value in boxes)
                 sealed = {seal.owner: seal.digests[i] for seal in seals if i in seal.digests}
-                parts.append(PartDigests(i, digests, sealed))
+                parts.append(PartDigests(group, i, digests, sealed))
                 continue
             if i not in expected:
                 raise VerificationError(

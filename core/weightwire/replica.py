@@ -138,8 +138,10 @@ class Replica:
         self._check_senders(offer, table)
         self._table_digest = ""
         regions = tuple(self._target.plan(table))
-        self._transport.set_plan(table, regions)
-        self._plan = FetchPlan(table, regions, overlap=self._overlap)
+        pieces = self._target.takes_pieces
+        plan = FetchPlan(table, regions, pieces=pieces, overlap=self._overlap)
+        self._transport.set_plan(table, plan.regions)
+        self._plan = plan
         self._table_digest = offer.table_digest
 
     def _check_senders(self, offer: Offer, table: TensorTable) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import random
 from collections.abc import Sequence
 from typing import Annotated
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_NAME",
     "CheckpointTensor",
     "Group",
+    "Part",
     "Region",
     "Shard",
     "TensorEntry",
@@ -39,6 +41,7 @@ __all__ = [
 
 MAX_NAME = 1024
 MAX_DIMS = 16
+MAX_BLOCKS = 64
 _MAX_ELEMENTS = 1 << 56
 _PRIME = (1 << 61) - 1
 _RANDOM = random.SystemRandom()  # what the other side can't foresee
@@ -130,12 +133,15 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         shape: global shape, in elements.
         dtype: wire dtype, a key of ``DTYPES``.
         shards: disjoint boxes that together cover the tensor.
+        blocks: equal blocks of columns in which shards lie in slots, one after
+            another; with 1 they lie row by row.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     shape: Dims
     dtype: Annotated[str, Meta(max_length=32)]
     shards: Annotated[tuple[Shard, ...], Meta(max_length=1 << 20)]
+    blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -150,14 +156,60 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         return self.numel * self.torch_dtype.itemsize
 
 
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A box of a tensor that is one contiguous range of its row-major elements.
+
+    Attributes:
+        offsets: first index in each dimension.
+        sizes: extent in each dimension, in elements.
+    """
+
+    offsets: Dims
+    sizes: Dims
+
+    def meet(self, offsets: Sequence[int], sizes: Sequence[int]) -> Part | None:
+        """The elements that this box and another one have in common, or None."""
+        begins = tuple(map(max, self.offsets, offsets))
+        ends = [
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, offsets, sizes, strict=True)
+        ]
+        extents = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return Part(begins, extents) if all(extent > 0 for extent in extents) else None
+
+    def is_tiled_by(self, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+        """Whether boxes (offsets, sizes) hold every element of this one exactly once.
+
+        Boxes that stick out of it don't.
+        """
+        inside = all(
+            len(offsets) == len(sizes) == len(self.sizes)
+            and all(
+                0 <= begin <= at and at + size <= begin + extent
+                for at, size, begin, extent in zip(
+                    offsets, sizes, self.offsets, self.sizes, strict=True
+                )
+            )
+            for offsets, sizes in boxes
+        )
+        return inside and tiles(
+            self.sizes,
+            [(tuple(map(operator.sub, at, self.offsets)), sizes) for at, sizes in boxes],
+        )
+
+
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A transfer group: the unit of staging, announcing, verifying and replay.
 
     Attributes:
-        tensors: indices into the table's tensors.
+        tensors: indices into the table's tensors.  A tensor larger than the budget
+            is in several groups, in each with one part of it.
+        parts: by tensor index, the part that travels in this group, for the
+            tensors that are cut; the others are here whole.
     """
 
     tensors: Annotated[tuple[int, ...], Meta(max_length=1 << 24)]
+    parts: Annotated[dict[int, Part], Meta(max_length=1 << 24)] = {}
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -226,7 +278,19 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def group_nbytes(self, group: int) -> int:
         """Bytes of one transfer group."""
-        return sum(self.tensors[i].nbytes for i in self.groups[group].tensors)
+        members = self.groups[group]
+        return sum(
+            self.tensors[i].nbytes
+            if i not in members.parts
+            else math.prod(members.parts[i].sizes) * self.tensors[i].torch_dtype.itemsize
+            for i in members.tensors
+        )
+
+    def part(self, group: int, tensor: int) -> Part:
+        """The box of a tensor that travels in a group: all of it, unless it is cut."""
+        cut = self.groups[group].parts.get(tensor)
+        shape = self.tensors[tensor].shape
+        return Part((0,) * len(shape), shape) if cut is None else cut
 
     def index(self) -> dict[str, int]:
         """Position of each tensor by name; aliases are not included."""
@@ -268,7 +332,17 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def encode(self) -> bytes:
         """Canonical bytes of the table."""
-        return msgspec.msgpack.encode(self, order="sorted")
+        groups = (
+            msgspec.structs.replace(group, parts=dict(sorted(group.parts.items())))
+            if len(group.parts) > 1
+            else group
+            for group in self.groups
+        )
+        ties = dict(sorted(self.ties.items()))
+        # msgspec sorts dicts of strings only.
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(self, groups=tuple(groups), ties=ties)
+        )
 
     def digest(self) -> str:
         """Hex digest of the canonical bytes: equal tables have equal digests."""
@@ -302,6 +376,11 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if entry.name in seen:
                 raise TableMismatch(f"tensor {entry.name!r} is in the table twice: names are keys")
             seen.add(entry.name)
+            if entry.blocks > 1 and (not entry.shape or entry.shape[-1] % entry.blocks):
+                raise TableMismatch(
+                    f"tensor {entry.name!r} of shape {entry.shape} can't lie in {entry.blocks} "
+                    "blocks of columns: run one weightwire version on both sides"
+                )
             if entry.torch_dtype.itemsize * entry.numel > _MAX_ELEMENTS:
                 raise TableMismatch(f"tensor {entry.name!r} of shape {entry.shape} is too large")
             _validate_shards(entry, self.world_size)
@@ -312,9 +391,34 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"tie {alias!r} -> {name!r} doesn't name one tensor and one alias"
                 )
         self._validate_views()
-        grouped = [i for group in self.groups for i in group.tensors]
-        if sorted(grouped) != list(range(len(self.tensors))):
+        self._validate_groups()
+
+    def _validate_groups(self) -> None:
+        whole: list[int] = []
+        parts: dict[int, list[Part]] = {}
+        for group in self.groups:
+            if len(set(group.tensors)) != len(group.tensors) or not (
+                group.parts.keys() <= set(group.tensors)
+            ):
+                raise TableMismatch("a transfer group names a tensor twice, or a part of no tensor")
+            whole.extend(i for i in group.tensors if i not in group.parts)
+            for i, part in group.parts.items():
+                parts.setdefault(i, []).append(part)
+        if sorted([*whole, *parts]) != list(range(len(self.tensors))):
             raise TableMismatch("transfer groups don't hold every tensor exactly once")
+        for i, found in parts.items():
+            entry = self.tensors[i]
+            if entry.blocks > 1 and any(part.sizes[-1:] != entry.shape[-1:] for part in found):
+                raise TableMismatch(
+                    f"tensor {entry.name!r} lies in blocks of columns and its rows are cut: "
+                    "run one weightwire version on both sides"
+                )
+            if not all(_is_part(entry.shape, part) for part in found) or not tiles(
+                entry.shape, [(part.offsets, part.sizes) for part in found]
+            ):
+                raise TableMismatch(
+                    f"tensor {entry.name!r}: its parts in the transfer groups don't make it up"
+                )
 
     def _validate_views(self) -> None:
         if not self.views:
@@ -342,6 +446,16 @@ class TensorTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"checkpoint tensor {view.name!r} is made of {', '.join(sorted(dtypes))}: "
                     "name all of its parts in keep_dtype, or none"
                 )
+
+
+def _is_part(shape: Sequence[int], part: Part) -> bool:
+    """Whether a box lies in a tensor, isn't empty and is one contiguous range of it."""
+    if not len(part.offsets) == len(part.sizes) == len(shape) or not all(part.sizes):
+        return False
+    if any(o + n > extent for o, n, extent in zip(part.offsets, part.sizes, shape, strict=True)):
+        return False
+    dim = next((d for d, n in enumerate(part.sizes) if n > 1), len(shape))
+    return part.sizes[dim + 1 :] == tuple(shape[dim + 1 :])
 
 
 def _validate_shards(entry: TensorEntry, world_size: int) -> None:

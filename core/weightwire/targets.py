@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.fingerprint import Fingerprint, fingerprint_of
+from weightwire.layout import cut_out
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
 from weightwire.table import CheckpointTensor, Region, TensorTable, dtype_name
@@ -46,6 +47,10 @@ class WeightTarget(ABC):
     def plan(self, table: TensorTable) -> Sequence[Region]:
         """The regions of the table's tensors that this rank reads.
 
+        Each lies in one transfer group: what a tensor that is cut over several
+        has in each of them, ``Cuts(table).cut(region)`` says.  Not needed with
+        ``takes_pieces``.
+
         Raises:
             TableMismatch: names, shapes or dtypes differ; the message lists
                 them.  Every tensor of the table is read or deliberately unused.
@@ -62,6 +67,15 @@ class WeightTarget(ABC):
         then nothing of the target changes before the group is verified.
         """
         return None
+
+    @property
+    def takes_pieces(self) -> bool:
+        """If True, ``landing`` and ``write`` may be given any box of a planned region.
+
+        Core then cuts regions that lie in several transfer groups, so that a
+        group never holds more than its budget.
+        """
+        return False
 
     @property
     def device(self) -> torch.device:
@@ -154,16 +168,12 @@ class MappingTarget(WeightTarget):
         own = {name: _require_plain(name, tensor) for name, tensor in self.current().items()}
         carriers = {**{name: name for name in table.index()}, **table.ties}
         self._program = self._run = None
-        made: dict[str, Tensor] = {}  # checkpoint tensors that are views of the trainer's
+        made: dict[str, Tensor] = {}  # what is replayed, where names are of checkpoint tensors
         offered = {name: entry for name, entry in _offered(table).items() if name in own}
         if any(name not in carriers for name in offered):
             known = {tensor.name for tensor in table.checkpoint()}
-            made = {name: own[name] for name, tensor in offered.items() if tensor.view}
-            carriers = {
-                **{name: carriers[name] for name in carriers if name in known},
-                **{name: name for name in known - carriers.keys()},
-                **{name: name for name in made},
-            }
+            made = {name: own[name] for name in offered}
+            carriers = {name: carriers.get(name, name) for name in known}
         self._check_names(own, carriers)
         self._check_tensors(own, carriers, table, made)
         self._check_aliases(own, carriers)
@@ -198,10 +208,14 @@ class MappingTarget(WeightTarget):
             held = {name: tensor.detach() for name, tensor in self.current().items()}
             self._run = Run(self._program, held.__getitem__)
 
+    @property
+    def takes_pieces(self) -> bool:
+        return self._program is None  # a replay plans its own
+
     def landing(self, region: Region) -> Tensor | None:
         if region.tensor not in self._destinations:
             return None
-        first = self._destinations[region.tensor][0]
+        first = _box_of(self._destinations[region.tensor][0], region)
         if not first.is_contiguous():
             return None
         self._written = True
@@ -210,7 +224,8 @@ class MappingTarget(WeightTarget):
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         with torch.no_grad():
             for region, value in tensors.items():
-                for place in self._destinations.get(region.tensor, ()):
+                for whole in self._destinations.get(region.tensor, ()):
+                    place = _box_of(whole, region)
                     if not _same_memory(place, value):
                         self._written = True
                         place.copy_(value)
@@ -347,6 +362,10 @@ def _require_plain(name: str, tensor: Tensor) -> Tensor:
 
 def _offered(table: TensorTable) -> dict[str, CheckpointTensor]:
     return {tensor.name: tensor for tensor in table.checkpoint()} if table.views else {}
+
+
+def _box_of(tensor: Tensor, region: Region) -> Tensor:
+    return cut_out(tensor, region.offsets, region.sizes, (0,) * tensor.dim())
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

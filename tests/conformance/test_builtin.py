@@ -23,6 +23,7 @@ NOBODY_LISTENS = {
     "a-version-sent-to-nobody-is-read-later",
     "finished-versions-outlive-their-sender",
 }
+NO_SUCH_OPTION = "zero-copy-changes-nothing-but-the-copies[on]"
 
 
 def command(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
@@ -68,7 +69,9 @@ def test_the_builtin_backends_are_conformant(quick) -> None:
         for scenario, result in found.items()
         if result["outcome"] != "passed"
     }
-    assert odd == {("memory", scenario) for scenario in NOBODY_LISTENS}
+    assert odd == {("memory", scenario) for scenario in NOBODY_LISTENS} | {
+        (backend, NO_SUCH_OPTION) for backend in ("memory", "filesystem")
+    }
     assert results["counts"] == {
         "passed": 2 * len(names) - len(odd),
         "FAILED": 0,
@@ -96,7 +99,7 @@ def test_the_reports_show_every_result(quick) -> None:
         assert f'name="weightwire_scenario" value="{scenario}"' in junit
     assert "<script src" not in page
     assert "<link" not in page
-    assert junit.count('name="weightwire_outcome" value="unsupported"') == len(NOBODY_LISTENS)
+    assert junit.count('name="weightwire_outcome" value="unsupported"') == len(NOBODY_LISTENS) + 2
 
 
 def test_pytest_gives_the_same_result(tmp_path: Path) -> None:
@@ -116,38 +119,41 @@ def test_pytest_gives_the_same_result(tmp_path: Path) -> None:
     }
 
 
-def test_capabilities_are_pinned() -> None:
+LIVE = {
+    "default_wait": "applied",
+    "needs_live_receivers": True,
+    "serves_finished": False,
+    "ranged_reads": True,
+    "lands_in_place": True,
+    "elastic": True,
+    "whole_tensors": False,
+    "devices": frozenset({"cpu"}),
+    "max_receivers": None,
+    "max_tensor_nbytes": None,
+}
+STORED = {
+    "default_wait": "published",
+    "needs_live_receivers": False,
+    "serves_finished": True,
+    "whole_tensors": True,
+}
+ANY_DEVICE = frozenset({"cpu", "cuda"})
+PINNED = {
+    "memory": {**LIVE, "flow": "pull"},
+    "filesystem": {**LIVE, **STORED, "flow": "store"},
+    "nccl": {**LIVE, "flow": "collective", "elastic": False, "devices": ANY_DEVICE},
+    "nixl": {**LIVE, "flow": "pull", "lands_in_place": False, "devices": ANY_DEVICE},
+}
+
+
+@pytest.mark.parametrize("backend", PINNED)
+def test_capabilities_are_pinned(backend: str) -> None:
     """Declaring less would turn failures into refusals: it takes an edit here, too."""
-    assert registry().backend("memory").capabilities == Capabilities(
-        flow="pull",
-        default_wait="applied",
-        needs_live_receivers=True,
-        serves_finished=False,
-        ranged_reads=True,
-        lands_in_place=True,
-        elastic=True,
-        whole_tensors=False,
-        devices=frozenset({"cpu"}),
-        max_receivers=None,
-        max_tensor_nbytes=None,
-    )
-    assert registry().backend("filesystem").capabilities == Capabilities(
-        flow="store",
-        default_wait="published",
-        needs_live_receivers=False,
-        serves_finished=True,
-        ranged_reads=True,
-        lands_in_place=True,
-        elastic=True,
-        whole_tensors=True,
-        devices=frozenset({"cpu"}),
-        max_receivers=None,
-        max_tensor_nbytes=None,
-    )
+    assert registry().backend(backend).capabilities == Capabilities(**PINNED[backend])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", ["memory", "filesystem"])
+@pytest.mark.parametrize("backend", PINNED)
 @pytest.mark.timeout(1200)
 def test_every_case_over_a_builtin_backend(backend: str, tmp_path: Path) -> None:
     ran = subprocess.run(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 
+import culprit_table
 import culprits
 import pytest
 
 from weightwire_conformance.outcomes import Outcome
+from weightwire_conformance.rig import Pool
 from weightwire_conformance.scenario import cases
-
-ROOT = Path(__file__).parents[2]
 
 
 def base(name: str) -> str:
@@ -52,18 +52,15 @@ def test_no_scenario_is_vacuous(lab, scenario: str, culprit: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_the_whole_table_of_scenarios_and_culprits(lab) -> None:
+def test_the_whole_table_of_scenarios_and_culprits(site: str) -> None:
     """Each scenario's smallest case over each broken backend; the table goes to ``results/``."""
-    names = sorted(culprits.RED)
-    caught: dict[str, list[str]] = {}
-    for case in [case for case in cases() if case.smallest]:
-        caught[case.name] = [
-            culprit for culprit in names if lab.run(case, culprit).outcome is Outcome.FAILED
-        ]
-    table = ["| scenario | culprits that it catches |", "| --- | --- |"]
-    table += [f"| {scenario} | {', '.join(found)} |" for scenario, found in caught.items()]
-    print("\n".join(table))
-    (ROOT / "results").mkdir(exist_ok=True)
-    (ROOT / "results" / "conformance_culprits.md").write_text("\n".join(table) + "\n")
-    assert not [scenario for scenario, found in caught.items() if not found]
-    assert set(names) == {culprit for found in caught.values() for culprit in found}
+    seed = int(os.environ.get("WEIGHTWIRE_SEED", "0"))
+    table = culprit_table.Table(culprit_table.commit(), seed)
+    pools = [Pool(culprit_table.PATIENCE, {"PYTHONPATH": site}) for _ in range(culprit_table.JOBS)]
+    try:
+        culprit_table.fill(table, pools)
+    finally:
+        for pool in pools:
+            pool.close()
+    table.save(culprit_table.RESULTS)
+    assert table.faults() == []

@@ -9,6 +9,7 @@ import pytest
 from weightwire.errors import ConfigError
 from weightwire_conformance.capabilities import NOBODY_NEED_LISTEN, receivers
 from weightwire_conformance.outcomes import ExpectedFailure, Outcome, read_expected
+from weightwire_conformance.rig import Fleet
 from weightwire_conformance.scenario import Case
 
 SCENARIO = "zero-dim-tensors-arrive"
@@ -126,3 +127,15 @@ def test_an_expected_failure_needs_a_reason_a_culprit_and_a_link(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_expected(write(tmp_path / "x.toml", **changes), [SCENARIO])
+
+
+def test_the_scenario_of_the_page_passes(lab) -> None:
+    """``docs/conformance.md`` shows how to add one."""
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+    source = page.partition("```python\n")[2].partition("```")[0]
+    found: dict = {"Fleet": Fleet, "scenario": lambda cases: lambda body: body}
+    exec(source, found)
+    result = lab.run(
+        case(lambda fleet: found["shards_reach_two_receivers"](fleet, "rows")), "memory"
+    )
+    assert result.outcome is Outcome.PASSED, result

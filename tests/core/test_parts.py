@@ -23,6 +23,7 @@ def part(rows, *, tensor=W, owners=(0, 1)):
     """What a rank hands in that has read these rows, from these owners."""
     return PartDigests(
         0,
+        0,
         tuple(((a, 0), (b - a, 4), digest(tensor[a:b], (a, 0))) for a, b in rows),
         {owner: digest(W[owner * 4 : owner * 4 + 4], (owner * 4, 0)) for owner in owners},
     )

@@ -23,8 +23,20 @@ from weightwire.contract import (
     Seal,
     SenderTransport,
 )
+from weightwire.cuts import Cuts
 from weightwire.deadline import Deadline, Watch
-from weightwire.table import DTYPES, Group, Region, Shard, TensorEntry, TensorTable, dtype_name
+from weightwire.grouping import make_groups
+from weightwire.layout import cut_out
+from weightwire.table import (
+    DTYPES,
+    Group,
+    Part,
+    Region,
+    Shard,
+    TensorEntry,
+    TensorTable,
+    dtype_name,
+)
 from weightwire_filesystem import FilesystemBackend, FilesystemConfig
 
 SESSION = "5e551011"
@@ -103,7 +115,9 @@ def make_table(
     world_size: int = 1,
     ties: Mapping[str, str] | None = None,
     per_group: int = 2,
+    budget: int | None = None,
 ) -> TensorTable:
+    """Groups of so many tensors, or by a budget that may cut tensors."""
     owners = owners or [0] * len(tensors)
     entries = tuple(
         TensorEntry(
@@ -118,6 +132,8 @@ def make_table(
     groups = tuple(
         Group(tuple(indices[i : i + per_group])) for i in range(0, len(entries), per_group)
     )
+    if budget is not None:
+        groups = make_groups(entries, budget)
     table = TensorTable(world_size, entries, groups, dict(ties or {}))
     table.validate()
     return table
@@ -139,7 +155,7 @@ def put_all(
 ) -> None:
     for number, group in enumerate(table.groups):
         part = {
-            i: tensors[table.tensors[i].name]
+            i: box_of(tensors[table.tensors[i].name], table.part(number, i))
             for i in group.tensors
             if table.tensors[i].shards[0].owner == rank
         }
@@ -162,8 +178,18 @@ def send(
     return offer
 
 
+def box_of(tensor: Tensor, box: Part | Region) -> Tensor:
+    return cut_out(tensor, box.offsets, box.sizes, (0,) * tensor.dim())
+
+
 def whole(table: TensorTable) -> list[Region]:
-    return [Region.whole(i, entry) for i, entry in enumerate(table.tensors)]
+    """Every tensor, those that are cut over several groups by their parts."""
+    cuts = Cuts(table)
+    return [
+        piece
+        for i, entry in enumerate(table.tensors)
+        for _, piece in cuts.cut(Region.whole(i, entry))
+    ]
 
 
 def fetch_all(
@@ -174,8 +200,9 @@ def fetch_all(
         i: torch.zeros(region.sizes, dtype=table.tensors[region.tensor].torch_dtype)
         for i, region in enumerate(regions)
     }
-    for number, group in enumerate(table.groups):
-        part = {i: t for i, t in targets.items() if regions[i].tensor in group.tensors}
+    cuts = Cuts(table)
+    for number in range(len(table.groups)):
+        part = {i: t for i, t in targets.items() if cuts.group_of(regions[i]) == number}
         if part:
             receiver.fetch(number, part)
     return targets

@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
-from weightwire.errors import VerificationError
+from weightwire.cuts import Cuts
+from weightwire.errors import TransferError, VerificationError
 from weightwire.table import Region
 from weightwire_filesystem.boxes import box_rows
 
@@ -70,6 +72,40 @@ BOXES = [
     Region(3, (1,), (2_000_001,)),
     Region(3, (1 << 20,), (1,)),
 ]
+
+
+def test_tensors_cut_over_several_groups_lie_whole_in_their_files(
+    open_sender, open_receiver, versions, shaped
+):
+    table = rig.make_table(shaped, budget=1_500_001)  # parts that no chunk ends with
+    assert len(table.groups) > len(shaped)
+    cuts = Cuts(table)
+    regions = [piece for region in BOXES for _, piece in cuts.cut(region)]
+    offer = rig.send(open_sender(table), table, shaped, 1)
+    for wanted in (rig.whole(table), regions):
+        receiver = open_receiver(table, wanted)
+        receiver.begin(offer)
+        got = rig.fetch_all(receiver, table, wanted)
+        receiver.finish()
+        for i, region in enumerate(wanted):
+            tensor = shaped[table.tensors[region.tensor].name]
+            assert rig.same_bits(got[i], rig.box_of(tensor, region)), region
+    for file in (versions / "v00000001-i1-a1").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 -- not a mapping
+                assert rig.same_bits(opened.get_tensor(name), shaped[name]), name
+
+
+def test_a_part_that_was_never_put_is_named(open_sender, shaped):
+    table = rig.make_table(shaped, budget=1_500_001)
+    sender = open_sender(table)
+    sender.begin(rig.offer_of(table, 1, [sender]), {})
+    part = {0: rig.box_of(shaped["wide"], table.part(0, 0))}
+    sender.put(0, part, rig.seal_of(0, part))
+    with pytest.raises(TransferError, match="'cube' was never put"):
+        sender.finish()
+    with pytest.raises(TransferError, match="'wide' isn't due from trainer rank 0"):
+        sender.put(0, part, rig.seal_of(0, part))
 
 
 def test_boxes_of_all_kinds_arrive(open_sender, open_receiver, shaped):

@@ -14,6 +14,7 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
+import importlib.util
 import json
 import os
 import queue
@@ -342,7 +343,7 @@ class Observer:
 
 
 def install_plugins() -> None:
-    for name in ("memory", "filesystem", "nixl"):
+    for name in ("memory", "filesystem", "nccl", "nixl"):
         registry().register(Describes(SteppedBackend(registry().backend(name))), f"stepped-{name}")
     missing = MissingLibraryBackend(registry().backend("memory"))
     missing.name = "no-library"  # type: ignore[misc]
@@ -810,6 +811,19 @@ def do_hello() -> int:
     return os.getpid()
 
 
+def do_run(script: str, function: str, **args: Any) -> Any:
+    """A function of a test folder's own script, which finds this module as ``process_worker``."""
+    name = Path(script).stem
+    if name not in sys.modules:
+        sys.modules["process_worker"] = sys.modules[__name__]
+        spec = importlib.util.spec_from_file_location(name, script)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return getattr(sys.modules[name], function)(**args)
+
+
 # ------------------------------------------------------------------ serving
 
 LAST_SECONDS = 0.0
@@ -905,6 +919,8 @@ def main(address: str) -> None:
         __import__(f"weightwire.{plugin}")
     for plugin in ("sender", "receiver"):
         __import__(f"weightwire_filesystem.{plugin}")
+        __import__(f"weightwire_nccl.{plugin}")
+    __import__("torch.distributed.tensor")  # slow: once for all workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

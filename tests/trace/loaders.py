@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
+from weightwire.cuts import Cuts
+from weightwire.grouping import make_groups
 from weightwire.table import Group, Shard, TensorEntry, TensorTable, dtype_name
 from weightwire.trace import LazyWeight, Recorder, Run, compile_tape
 
 
-def table_of(weights, groups=None):
+def table_of(weights, groups=None, *, budget=None, blocks=1):
+    """A table of one trainer rank; with a budget, tensors larger than it are cut."""
     entries = tuple(
         TensorEntry(
             name,
             tuple(w.shape),
             dtype_name(w.dtype),
             (Shard(0, (0,) * w.dim(), tuple(w.shape)),),
+            blocks if w.dim() > 1 and w.shape[-1] % blocks == 0 else 1,
         )
         for name, w in weights.items()
     )
     index = {name: i for i, name in enumerate(weights)}
-    groups = groups or [[name] for name in weights]
-    return TensorTable(
-        1, entries, tuple(Group(tuple(index[name] for name in group)) for group in groups)
-    )
+    if budget is not None:
+        made = make_groups(entries, budget)
+        cut = {i for g in made for i, p in g.parts.items() if p.sizes[-1:] != entries[i].shape[-1:]}
+        entries = tuple(replace(e, blocks=1) if i in cut else e for i, e in enumerate(entries))
+    else:
+        groups = groups or [[name] for name in weights]
+        made = tuple(Group(tuple(index[name] for name in group)) for group in groups)
+    table = TensorTable(1, entries, made)
+    table.validate()
+    return table
 
 
 def trace(load, destinations, weights):
@@ -41,10 +52,11 @@ def trace(load, destinations, weights):
 def replay(tape, table, destinations, weights, *, poison=True):
     program = compile_tape(tape, table)
     run = Run(program, destinations.__getitem__, torch.device("cpu"))
-    for group, members in enumerate(table.groups):
+    cuts = Cuts(table)
+    for group in range(len(table.groups)):
         arrived = {}
         for region in program.regions:
-            if region.tensor in members.tensors:
+            if cuts.group_of(region) == group:
                 whole = weights[table.tensors[region.tensor].name]
                 box = tuple(
                     slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True)
@@ -55,6 +67,7 @@ def replay(tape, table, destinations, weights, *, poison=True):
         for buffer in arrived.values() if poison else ():
             buffer.view(-1).view(torch.uint8).fill_(0xFF)
     run.finish()
+    assert not run.held
     return program
 
 

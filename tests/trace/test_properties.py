@@ -88,9 +88,11 @@ shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=0, max_size=3)
         max_size=3,
     ),
     st.booleans(),
+    st.none() | st.integers(8, 120),
+    st.sampled_from([1, 2, 3]),
     st.randoms(use_true_random=False),
 )
-def test_random_loaders(sources, inside_out, random):
+def test_random_loaders(sources, inside_out, budget, blocks, random):
     weights = {
         f"w{i}": torch.randn(shape) if shape else torch.randn(())
         for i, (shape, _) in enumerate(sources)
@@ -122,7 +124,8 @@ def test_random_loaders(sources, inside_out, random):
     random.shuffle(order)
     groups = [[name] for name in order] if random.random() < 0.5 else [order]
     got = {key: tensor.clone() for key, tensor in destinations.items()}
-    program = replay(trace(load, destinations, weights), table_of(weights, groups), got, weights)
+    table = table_of(weights, groups, budget=budget, blocks=blocks)
+    program = replay(trace(load, destinations, weights), table, got, weights)
     for key in expected:
         assert torch.equal(got[key], expected[key]), key
     # No element is read twice.

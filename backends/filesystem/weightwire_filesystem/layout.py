@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch, UnsupportedOperation
 
 if TYPE_CHECKING:
@@ -21,7 +23,15 @@ if TYPE_CHECKING:
 
     from weightwire.table import TensorEntry, TensorTable
 
-__all__ = ["INDEX_NAME", "MAX_FILES_PER_RANK", "Layout", "Place", "ShardFile", "plan_layout"]
+__all__ = [
+    "INDEX_NAME",
+    "MAX_FILES_PER_RANK",
+    "Layout",
+    "Piece",
+    "Place",
+    "ShardFile",
+    "plan_layout",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_FILES_PER_RANK = 64
@@ -62,6 +72,21 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What of a tensor travels in one transfer group: one range of its bytes.
+
+    Attributes:
+        group: index into the table's groups.
+        begin: first byte, from the start of the tensor.
+        nbytes: bytes.
+    """
+
+    group: int
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class ShardFile:
     """One safetensors file.
 
@@ -88,11 +113,18 @@ class Layout:
         files: in the order of their names.
         places: by table index.
         owners: trainer rank that writes the tensor, by table index.
+        pieces: by table index, in the order of their bytes; one, unless the tensor
+            is cut over several groups.
     """
 
     files: tuple[ShardFile, ...]
     places: tuple[Place, ...]
     owners: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    def piece(self, tensor: int, group: int) -> Piece | None:
+        """What of a tensor travels in a group, if anything."""
+        return next((piece for piece in self.pieces[tensor] if piece.group == group), None)
 
 
 def plan_layout(table: TensorTable, files_per_rank: int) -> Layout:
@@ -110,9 +142,13 @@ def plan_layout(table: TensorTable, files_per_rank: int) -> Layout:
     """
     owners = tuple(_owner(entry) for entry in table.tensors)
     owned: dict[int, list[list[int]]] = defaultdict(list)
+    dealt: set[int] = set()
     for group in table.groups:
         by_owner: dict[int, list[int]] = defaultdict(list)
         for tensor in group.tensors:
+            if tensor in dealt:
+                continue  # another part of a tensor that is cut over several groups
+            dealt.add(tensor)
             by_owner[owners[tensor]].append(tensor)
         for owner, tensors in by_owner.items():
             owned[owner].append(tensors)
@@ -132,7 +168,24 @@ def plan_layout(table: TensorTable, files_per_rank: int) -> Layout:
             places[tensor] = Place(position, offset, nbytes)
             offset += nbytes
         files.append(ShardFile(name, owner, tuple(members), header, offset))
-    return Layout(tuple(files), tuple(places[i] for i in range(len(owners))), owners)
+    cuts = Cuts(table)
+    return Layout(
+        tuple(files),
+        tuple(places[i] for i in range(len(owners))),
+        owners,
+        tuple(_pieces(cuts, i, entry) for i, entry in enumerate(table.tensors)),
+    )
+
+
+def _pieces(cuts: Cuts, tensor: int, entry: TensorEntry) -> tuple[Piece, ...]:
+    itemsize = entry.torch_dtype.itemsize
+    found = []
+    begin = 0
+    for group, part in cuts.parts(tensor):
+        nbytes = math.prod(part.sizes) * itemsize
+        found.append(Piece(group, begin, nbytes))
+        begin += nbytes
+    return tuple(found)
 
 
 def _owner(entry: TensorEntry) -> int:

@@ -76,7 +76,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         policy: identity of the version.
         table_digest: digest of the table that it follows.
         files: its files.
-        checksums: by tensor name, 16 hex digits for each chunk.
+        checksums: by tensor name, 16 hex digits for each chunk of each of its pieces.
         seals: by group, core's seal of this rank's tensors.
     """
 
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files_per_rank: with the table, what the layout follows from.
         chunk_nbytes: bytes covered by one checksum.
         files: all files with tensors.
-        checksums: by tensor name, 16 hex digits for each chunk.
+        checksums: by tensor name, 16 hex digits for each chunk of each of its pieces.
         seals: by trainer rank, by group.
         ties: alias to the name under which the tensor is stored.
     """
@@ -160,10 +160,10 @@ def check_part(part: Part, rank: int, policy: Policy, digest: str, layout: Layou
 def check_manifest(
     manifest: Manifest, path: Path, session: str, policy: Policy, table: TensorTable, digest: str
 ) -> None:
-    """Compare a manifest's identity and checksums with the offer and the table.
+    """Compare a manifest's identity with the offer and the table.
 
     Raises:
-        VerificationError: it describes another version, or lacks checksums.
+        VerificationError: it describes another version.
         TableMismatch: it follows another table.
     """
     if manifest.session != session or manifest.policy != policy:
@@ -176,21 +176,21 @@ def check_manifest(
             f"{path} follows table {manifest.table_digest}, the offer {digest}: "
             "receive the newest version again"
         )
-    for entry in table.tensors:
+
+
+def check_files(manifest: Manifest, path: Path, layout: Layout, table: TensorTable) -> None:
+    """Compare the manifest's files and checksums with the layout that the table gives.
+
+    Raises:
+        VerificationError: they differ, or there are too few checksums.
+    """
+    for entry, pieces in zip(table.tensors, layout.pieces, strict=True):
         sums = manifest.checksums.get(entry.name)
-        chunks = checksums.chunk_count(entry.nbytes, manifest.chunk_nbytes)
+        chunks = sum(checksums.chunk_count(piece.nbytes, manifest.chunk_nbytes) for piece in pieces)
         if sums is None or len(sums) != 16 * chunks:
             raise VerificationError(
                 f"{path} lacks checksums of tensor {entry.name!r}: send a newer version"
             )
-
-
-def check_files(manifest: Manifest, path: Path, layout: Layout) -> None:
-    """Compare the manifest's files with the layout that the table gives.
-
-    Raises:
-        VerificationError: they differ.
-    """
     expected = tuple(FileRecord(file.name, file.nbytes, file.owner) for file in layout.files)
     if manifest.files != expected:
         raise VerificationError(

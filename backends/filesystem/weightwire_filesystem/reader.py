@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -93,14 +94,17 @@ class VersionReader:
                 "send a newer version"
             ) from None
 
-    def jobs(self, tensor: int, rows: Rows, target: memoryview) -> Iterator[Job]:
-        """The reads that bring a box of a tensor into ``target``, its bytes in order."""
-        sums = checksums.decode(self._content.checksums[self._table.tensors[tensor].name])
+    def jobs(self, tensor: int, group: int, rows: Rows, target: memoryview) -> Iterator[Job]:
+        """The reads that bring a box of a tensor into ``target``, its bytes in order.
+
+        Args:
+            group: in which the box travels.
+        """
+        grid = self._grid(tensor, group)
         if rows.count > 1 and rows.stride - rows.run < _READ_THROUGH:
             for i, start in enumerate(rows.starts.tolist()):
                 row = target[i * rows.row : (i + 1) * rows.row]
-                for begin, end in self._pieces(start, start + rows.span):
-                    expected = self._expected(tensor, sums, begin, end)
+                for begin, end, expected in grid.chunks(start, start + rows.span):
                     yield partial(
                         self._read_through, tensor, rows, start, begin, end, row, expected
                     )
@@ -109,9 +113,8 @@ class VersionReader:
         for start in rows.starts.tolist():
             for i in range(rows.count):
                 first = start + i * rows.stride
-                for begin, end in self._pieces(first, first + rows.run):
+                for begin, end, expected in grid.chunks(first, first + rows.run):
                     view = target[done : done + end - begin]
-                    expected = self._expected(tensor, sums, begin, end)
                     yield partial(self._read, tensor, begin, view, expected)
                     done += end - begin
 
@@ -122,19 +125,19 @@ class VersionReader:
             with suppress(OSError):
                 os.close(fd)
 
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """``[begin, end)`` of a tensor, cut where chunks meet."""
-        while begin < end:
-            stop = min(end, begin - begin % self._chunk + self._chunk)
-            yield begin, stop
-            begin = stop
-
-    def _expected(self, tensor: int, sums: checksums.Sums, begin: int, end: int) -> int | None:
-        """The checksum of ``[begin, end)`` if that is a whole chunk."""
-        nbytes = self.layout.places[tensor].nbytes
-        if begin % self._chunk == 0 and (end - begin == self._chunk or end == nbytes):
-            return int(sums[begin // self._chunk])
-        return None
+    def _grid(self, tensor: int, group: int) -> _Grid:
+        """The chunks of what travels of a tensor in a group."""
+        sums = checksums.decode(self._content.checksums[self._table.tensors[tensor].name])
+        before = 0
+        for piece in self.layout.pieces[tensor]:
+            count = checksums.chunk_count(piece.nbytes, self._chunk)
+            if piece.group == group:
+                own = sums[before : before + count]
+                return _Grid(piece.begin, piece.begin + piece.nbytes, self._chunk, own)
+            before += count
+        raise TransferError(
+            f"tensor {self._table.tensors[tensor].name!r} isn't in group {group}: plan again"
+        )
 
     def _read(self, tensor: int, begin: int, view: memoryview, expected: int | None) -> None:
         place = self.layout.places[tensor]
@@ -174,6 +177,25 @@ class VersionReader:
             buffer = np.empty(self._chunk, np.uint8)
             self._scratch.buffer = buffer
         return buffer
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Bytes ``[begin, end)`` of a tensor in chunks, each with its checksum."""
+
+    begin: int
+    end: int
+    chunk: int
+    sums: checksums.Sums
+
+    def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+        """``[begin, end)`` cut where chunks meet; with the checksum, if it is a whole chunk."""
+        while begin < end:
+            index, inside = divmod(begin - self.begin, self.chunk)
+            chunk_end = min(self.end, begin - inside + self.chunk)
+            stop = min(end, chunk_end)
+            yield begin, stop, int(self.sums[index]) if not inside and stop == chunk_end else None
+            begin = stop
 
 
 def _scatter(

@@ -106,7 +106,7 @@ class FilesystemReceiver(ReceiverTransport):
                 )
             if view:
                 owners[reader.layout.owners[region.tensor]] = None
-                jobs.append(reader.jobs(region.tensor, rows, view))
+                jobs.append(reader.jobs(region.tensor, group, rows, view))
                 total += len(view)
         source = shared(job for some in jobs for job in some)
         self._workers.run(source, alone=total <= _ALONE_NBYTES)
@@ -179,7 +179,7 @@ class FilesystemReceiver(ReceiverTransport):
         if layout is None:
             layout = plan_layout(table, content.files_per_rank)
             self._layouts[content.files_per_rank] = layout
-        manifest.check_files(content, marker, layout)
+        manifest.check_files(content, marker, layout, table)
         reader = VersionReader(path, policy, content, layout, table)
         try:
             needed = {

@@ -139,14 +139,19 @@ class FilesystemSender(SenderTransport):
                     self._version.open(position, file, self._file_mode)
         for tensor, owner in enumerate(layout.owners):
             if owner == self._context.rank and table.tensors[tensor].nbytes:
-                self._version.missing.add(tensor)
+                self._version.missing.update((tensor, p.group) for p in layout.pieces[tensor])
 
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
         layout, table = self._planned()
         version = self._running()
         total = 0
         for tensor, value in tensors.items():
-            if layout.owners[tensor] != self._context.rank or tensor not in version.missing:
+            piece = layout.piece(tensor, group)
+            if (
+                piece is None
+                or layout.owners[tensor] != self._context.rank
+                or (tensor, group) not in version.missing
+            ):
                 if table.tensors[tensor].nbytes and value.numel():
                     raise TransferError(
                         f"tensor {table.tensors[tensor].name!r} isn't due from trainer rank "
@@ -155,16 +160,16 @@ class FilesystemSender(SenderTransport):
                 continue
             place = layout.places[tensor]
             view = tensor_bytes(value, table.tensors[tensor].name)
-            if len(view) != place.nbytes:
+            if len(view) != piece.nbytes:
                 raise TransferError(
                     f"tensor {table.tensors[tensor].name!r} has {len(view)} bytes, its table "
-                    f"entry {place.nbytes}: the trainer published another table"
+                    f"entry {piece.nbytes}: the trainer published another table"
                 )
-            sums = checksums.empty(place.nbytes, CHUNK_NBYTES)
-            version.sums[tensor] = sums
-            version.missing.discard(tensor)
-            version.queue.add(place.file, _Stream(view, place.offset, sums))
-            total += place.nbytes
+            sums = checksums.empty(piece.nbytes, CHUNK_NBYTES)
+            version.sums[tensor, group] = sums
+            version.missing.discard((tensor, group))
+            version.queue.add(place.file, _Stream(view, place.offset + piece.begin, sums))
+            total += piece.nbytes
         version.seals[group] = seal
         if total > _ALONE_NBYTES:
             self._workers.start(version.take)
@@ -179,7 +184,7 @@ class FilesystemSender(SenderTransport):
         version = self._running()
         self.settle()
         if version.missing:
-            names = sorted(table.tensors[tensor].name for tensor in version.missing)
+            names = sorted({table.tensors[tensor].name for tensor, _ in version.missing})
             raise TransferError(
                 f"tensor {names[0]!r} was never put (nor {len(names) - 1} others): "
                 "the version is incomplete; send it again"
@@ -252,8 +257,10 @@ class FilesystemSender(SenderTransport):
 
     def _part(self, version: _Version, layout: Layout, table: TensorTable) -> manifest.Part:
         sums = {
-            table.tensors[tensor].name: checksums.encode(
-                version.sums.get(tensor, checksums.empty(0, CHUNK_NBYTES))
+            table.tensors[tensor].name: "".join(
+                checksums.encode(version.sums[tensor, piece.group])
+                for piece in layout.pieces[tensor]
+                if (tensor, piece.group) in version.sums
             )
             for tensor, owner in enumerate(layout.owners)
             if owner == self._context.rank
@@ -329,9 +336,9 @@ class _Version:
         self.final = final
         self.descriptors: dict[int, int] = {}
         self.queue = _Queue()
-        self.sums: dict[int, Sums] = {}
+        self.sums: dict[tuple[int, int], Sums] = {}
         self.seals: dict[int, Seal] = {}
-        self.missing: set[int] = set()
+        self.missing: set[tuple[int, int]] = set()
 
     def open(self, position: int, file: ShardFile, mode: int) -> None:
         fd = files.create_file(self.staging / file.name, mode)

@@ -96,6 +96,9 @@ class Owner(_End):
     Args:
         shards: of this rank, by tensor.
         seals: most bytes of a seal, by group.
+
+    Attributes:
+        sent_nbytes: payload of this version so far; a broadcast counts once.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Owner(_End):
         super().__init__(epoch, staging, channels)
         self._shards = shards
         self._seals = seals
+        self.sent_nbytes = 0
 
     def send(
         self, group: int, tensors: Mapping[int, Tensor], seal: Seal, fence: Callable[[], None]
@@ -152,6 +156,7 @@ class Owner(_End):
         ]
         as_it_lies = _travels(boxes, self.epoch.device)
         data = raw(boxes[0]) if as_it_lies else self.staging.pack(boxes, message.nbytes)
+        self.sent_nbytes += data.numel()
         with self.epoch.translated(*channel.readers):
             if channel.wire is not None:
                 work = channel.wire.broadcast(data, 0)

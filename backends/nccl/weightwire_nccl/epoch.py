@@ -35,6 +35,7 @@ from weightwire_nccl.gloo import GlooWire
 from weightwire_nccl.meeting import Client
 from weightwire_nccl.records import Hello, Member, Opening, decode, digest_of
 from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
+from weightwire_nccl.witness import Witness
 
 __all__ = ["Epoch", "Job"]
 
@@ -45,6 +46,8 @@ T = TypeVar("T")
 _GRACE_SECONDS = 2.0
 """How much longer than the caller the thread waits: the caller knows better who is missing."""
 _CAUSE_SECONDS = 0.3
+_PATIENCE = 1.0
+"""Seconds after which a wait is witnessed; sooner under a short deadline."""
 _JOIN_SECONDS = 0.5
 _FIRST_PAUSE = 0.0001
 _LAST_PAUSE = 0.01
@@ -92,7 +95,7 @@ class Epoch:
         self.failure: BaseException | None = None
         self._me = "a member"
         self._reason = ""
-        self._missing: tuple[str, ...] = ()
+        self._awaited: tuple[int, ...] = ()
         self._client: Client | None = None
         self._control: GlooWire | None = None
         self._payload: Wire | None = None
@@ -117,12 +120,36 @@ class Epoch:
         Raises:
             TransferTimeout, PeerLost, ...: what the watch or the job says.
         """
-        self._watch.until(
-            job.done.is_set, what, lambda: self._missing, rest=lambda s: job.done.wait(s)
-        )
+        witness: Witness | None = None
+        patience = time.monotonic() + min(_PATIENCE, self._watch.deadline.remaining() / 4)
+
+        def rest(seconds: float) -> None:
+            nonlocal witness
+            late = not job.done.wait(seconds) and time.monotonic() > patience
+            if late and witness is None and self.id:
+                witness = self._witness()
+
+        def missing() -> Sequence[str]:
+            ranks = (witness.silent if witness is not None else ()) or self._awaited
+            return self._names(ranks)
+
+        try:
+            self._watch.until(job.done.is_set, what, missing, rest=rest)
+        finally:
+            if witness is not None:
+                witness.close()
         if job.error is not None:
             raise job.error
         return job.result  # type: ignore[return-value]  # set, as there is no error
+
+    def _witness(self) -> Witness:
+        return Witness(
+            self.server,
+            f"epoch/{self.id}",
+            self.rank,
+            len(self.members),
+            lambda: self._awaited,
+        )
 
     def give_up(self, error: BaseException) -> None:
         """Drop the group; the members learn why.  Never waits long; idempotent."""
@@ -210,12 +237,12 @@ class Epoch:
     def client(self) -> Client:
         """The connection to the store, made when it is first used."""
         if self._client is None:
-            self._missing = ("sender rank 0",)
+            self._awaited = (0,)
             self._client = Client(*self.server, "sender rank 0")
             self._client.connect(self._watch.deadline.remaining())
         return self._client
 
-    def until(self, look: Callable[[], T | None], missing: Callable[[], Sequence[str]]) -> T:
+    def until(self, look: Callable[[], T | None], awaited: Callable[[], Sequence[int]]) -> T:
         """On the group's thread: look until there is something."""
         pause = _FIRST_PAUSE
         end = time.monotonic() + self._watch.deadline.remaining() + _GRACE_SECONDS
@@ -223,16 +250,16 @@ class Epoch:
             value = look()
             if value:
                 return value
-            self._missing = tuple(missing())
+            self._awaited = tuple(awaited())
             if self._giving_up.wait(pause):
                 raise TransferError(self._reason)
             if time.monotonic() > end:
-                raise TransferTimeout(f"no sign of {', '.join(self._missing)}")
+                raise TransferTimeout(f"no sign of {', '.join(self._names(self._awaited))}")
             pause = min(pause * 1.5, _LAST_PAUSE)
 
     def opening(self, key: str) -> Opening:
         """What the sender's rank 0 says of a version, once it has."""
-        payload = self.until(lambda: self.client.peek(key), lambda: ("sender rank 0",))
+        payload = self.until(lambda: self.client.peek(key), lambda: (0,))
         return decode(payload, Opening, "sender rank 0")
 
     def enter(self, opening: Opening, me: Member) -> None:
@@ -289,13 +316,11 @@ class Epoch:
                     )
             return True
 
-        self.until(all_came, lambda: [str(member) for member in absent.values()])
+        self.until(all_came, lambda: tuple(absent))
 
     def _form(self, opening: Opening) -> None:
-        self._missing = tuple(
-            str(member) for i, member in enumerate(self.members) if i != self.rank
-        )
         ranks = tuple(range(len(self.members)))
+        self._awaited = tuple(rank for rank in ranks if rank != self.rank)
         self._control = GlooWire(
             self._substore("control"), self.rank, len(ranks), self._address, self._seconds()
         )
@@ -313,7 +338,7 @@ class Epoch:
         """
         if ranks not in self._shared:
             name = "shared-" + digest_of(repr(ranks).encode())
-            self._missing = tuple(str(self.members[r]) for r in ranks if r != self.rank)
+            self._awaited = tuple(rank for rank in ranks if rank != self.rank)
             if self.device.type == "cuda":
                 self._shared[ranks] = self._nccl(name, ranks)
             else:
@@ -364,7 +389,7 @@ class Epoch:
             PeerLost: one of them is gone, or gave up; says which.
             TransferTimeout: nothing came.
         """
-        self._missing = tuple(str(self.members[peer]) for peer in peers)
+        self._awaited = peers
         with self.translated(*peers):
             work.wait(self._seconds())
 
@@ -388,6 +413,8 @@ class Epoch:
             ) from error
 
     def _names(self, peers: Sequence[int]) -> list[str]:
+        if not self.members:
+            return ["sender rank 0"]  # nobody else is known before the group is
         return [str(self.members[peer]) for peer in peers]
 
     def _seconds(self) -> float:

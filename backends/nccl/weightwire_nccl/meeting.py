@@ -149,8 +149,8 @@ class Client:
         """What a failed operation means."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerLost(
-            f"{self._who} can't be reached at {self._host}:{self._port}: check that it is alive, "
-            f"and the nccl backend's option 'host'\n{text}"
+            f"{self._who} is gone, or can't be reached at {self._host}:{self._port}: restart it, "
+            f"or correct the nccl backend's option 'host'\n{text}"
         )
 
     def peek(self, key: str) -> bytes | None:

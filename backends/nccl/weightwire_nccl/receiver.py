@@ -140,6 +140,11 @@ class NcclReceiver(ReceiverTransport):
         if epoch is not None:
             epoch.close()
 
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes that this rank's buckets take."""
+        return self._end.staging.nbytes if self._end is not None else 0
+
     # ------------------------------------------------------------------ opening
 
     def _usable_epoch(self, server: tuple[str, int]) -> Epoch:

@@ -26,6 +26,7 @@ __all__ = [
     "Opening",
     "ReaderInfo",
     "SenderInfo",
+    "Wait",
     "decode",
     "digest_of",
 ]
@@ -130,6 +131,18 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     member: Member
     opening: Text
+
+
+class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A member has waited for a while.
+
+    Attributes:
+        beat: rises as long as it does.
+        awaited: ranks in the group.
+    """
+
+    beat: Count
+    awaited: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 21)], ...], Meta(max_length=1 << 20)]
 
 
 _HEADER = struct.Struct("<8sQQQIQQ16sI")

@@ -121,6 +121,16 @@ class NcclSender(SenderTransport):
             self._server.close()
             self._server = None
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Payload that this rank has sent of the last version; a broadcast counts once."""
+        return self._end.sent_nbytes if self._end is not None else 0
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes that this rank's buckets take."""
+        return self._end.staging.nbytes if self._end is not None else 0
+
     # ------------------------------------------------------------------ opening
 
     def _usable_epoch(self, server: tuple[str, int]) -> Epoch:

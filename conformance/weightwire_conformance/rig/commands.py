@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +17,11 @@ import weightwire
 from weightwire.config import select
 from weightwire.deadline import Watch
 from weightwire.plugins import probe, registry
+from weightwire.targets import MappingTarget, WeightTarget
 from weightwire_conformance import oracle
 from weightwire_conformance.rig import edge
 from weightwire_conformance.rig.leavings import Leavings, usage
+from weightwire_conformance.rig.placements import Placed, part
 from weightwire_conformance.rig.points import Action, Points
 
 __all__ = ["Commands"]
@@ -32,6 +35,8 @@ class _Member:
     model: oracle.Model
     tensors: dict[str, Tensor]
     seed: int
+    cuts: oracle.Cuts = oracle.whole
+    placed: Placed | None = None
 
 
 class Commands:
@@ -126,6 +131,8 @@ class Commands:
                 self._open.handle.close()
             except Exception as error:
                 errors.append(f"close() raised {type(error).__name__}: {error}")
+            if self._open.placed is not None:
+                self._open.placed.leave()
         self._open = None
         return {"files": sorted(files), "problems": errors + self._leavings.problems()}
 
@@ -137,6 +144,7 @@ class Commands:
         found = registry().backend(backend)
         capabilities = asdict(found.capabilities)
         capabilities["devices"] = sorted(capabilities["devices"])
+        capabilities["options"] = sorted(found.config.model_fields)
         with self._timed():
             probe(found)
         return {"capabilities": capabilities, "summary": found.summary, "api": found.api}
@@ -168,15 +176,29 @@ class Commands:
         model: str,
         sizes: Mapping[str, Any],
         seed: int,
+        placement: str | None = None,
+        rendezvous: str = "",
         **options: Any,
     ) -> dict[str, Any]:
+        """Open this rank's sender.
+
+        Args:
+            placement: how the ranks' tensors are cut over them; None: all hold all.
+            rendezvous: where the ranks of such a trainer meet.
+        """
         self._instrument(backend)
         leaves = oracle.model(model, sizes)
-        tensors = oracle.source(leaves, 0, seed, None)
+        ranks = options["rank"], options["world_size"]
+        placed = Placed(placement, rendezvous, *ranks, options["timeout"]) if placement else None
+        if placed:
+            self._leavings.spare_ports()
+        cuts = placed.cuts(leaves) if placed else oracle.whole
+        tensors = oracle.source(leaves, 0, seed, None, cuts)
+        given = placed.place(leaves, tensors) if placed else tensors
         handle = weightwire.open_sender(
-            backend, session=session, source=edge.PointedSource(tensors, self._points), **options
+            backend, session=session, source=edge.PointedSource(given, self._points), **options
         )
-        self._open = _Member(handle, leaves, tensors, seed)
+        self._open = _Member(handle, leaves, tensors, seed, cuts, placed)
         return {"pid": os.getpid(), "incarnation": handle.incarnation}
 
     def do_open_receiver(
@@ -188,19 +210,31 @@ class Commands:
         seed: int,
         receiver_id: str,
         staged: bool = False,
+        holds: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
+        """Open this rank's receiver.
+
+        Args:
+            staged: nothing lands in place.
+            holds: which part of each tensor a rank holds: ``rows`` or ``columns``; None: all.
+        """
         self._instrument(backend)
         leaves = oracle.model(model, sizes)
-        tensors = oracle.target(leaves)
+        cuts = part(holds, options["rank"], options["world_size"])
+        tensors = oracle.target(leaves, cuts)
+        inner: WeightTarget = MappingTarget(tensors)
+        if holds:
+            pieces = {leaf.name: oracle.piece(leaf, cuts) for leaf in leaves}
+            inner = edge.PartTarget(tensors, pieces)
         handle = weightwire.open_receiver(
             backend,
             session=session,
-            target=edge.PointedTarget(tensors, self._points, staged=staged),
+            target=edge.PointedTarget(inner, self._points, staged=staged),
             receiver_id=receiver_id,
             **options,
         )
-        self._open = _Member(handle, leaves, tensors, seed)
+        self._open = _Member(handle, leaves, tensors, seed, cuts)
         return {"pid": os.getpid()}
 
     def do_close(self) -> None:
@@ -220,11 +254,11 @@ class Commands:
         """
         member = self._member
         if fill:
-            oracle.source(member.model, version, member.seed, member.tensors)
+            oracle.source(member.model, version, member.seed, member.tensors, member.cuts)
         with self._timed():
             report = self._sender.send(version, **options)
         if scribble:
-            oracle.source(member.model, -version, member.seed, member.tensors)
+            oracle.source(member.model, -version, member.seed, member.tensors, member.cuts)
         return report.to_dict()
 
     def do_move_tensors(self) -> None:
@@ -265,10 +299,19 @@ class Commands:
     def do_difference(self, version: int) -> str | None:
         """Where the target isn't this version; None when it is."""
         member = self._member
-        return oracle.difference(member.model, member.tensors, version, member.seed)
+        held = member.model, member.tensors
+        return oracle.difference(*held, version, member.seed, member.cuts)
 
     def do_pristine(self) -> bool:
-        return oracle.pristine(self._member.model, self._member.tensors)
+        return oracle.pristine(self._member.model, self._member.tensors, self._member.cuts)
 
     def do_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._member.tensors.values()]
+
+    def do_sizes(self) -> list[int]:
+        """Bytes of each tensor as it travels, whole."""
+        return [
+            math.prod(leaf.shape) * (leaf.cast or leaf.dtype).itemsize
+            for leaf in self._member.model
+            if leaf.tied is None
+        ]

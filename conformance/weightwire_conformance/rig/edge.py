@@ -18,10 +18,10 @@ from weightwire.contract import (
 )
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
-from weightwire.targets import MappingTarget
+from weightwire.targets import WeightTarget
 from weightwire_conformance.rig.points import Points
 
-__all__ = ["PointedSource", "PointedTarget", "instrument"]
+__all__ = ["PartTarget", "PointedSource", "PointedTarget", "instrument"]
 
 
 def instrument(backend: Backend, points: Points) -> None:
@@ -52,6 +52,7 @@ def _point_sender(transport: SenderTransport, points: Points) -> None:
     def pointed_begin(offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> None:
         points.reach("sender.begin")
         begin(offer, readers)
+        points.reach("sender.begun")
 
     def pointed_slot(group: int, nbytes: int) -> Tensor | None:
         nonlocal in_slot
@@ -77,7 +78,16 @@ def _point_sender(transport: SenderTransport, points: Points) -> None:
 
 
 def _point_receiver(transport: ReceiverTransport, points: Points) -> None:
-    fetch = transport.fetch
+    begin, post, fetch = transport.begin, transport.post, transport.fetch
+
+    def pointed_begin(offer: Offer) -> None:
+        points.reach("receiver.begin")
+        begin(offer)
+        points.reach("receiver.begun")
+
+    def pointed_post(group: int, regions: Mapping[int, Tensor]) -> None:
+        post(group, regions)
+        points.reach("receiver.posted")
 
     def pointed_fetch(group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         points.reach("receiver.fetch")
@@ -86,8 +96,9 @@ def _point_receiver(transport: ReceiverTransport, points: Points) -> None:
             _flip(regions)
         return seals
 
+    transport.begin = pointed_begin  # type: ignore[method-assign]
+    transport.post = pointed_post  # type: ignore[method-assign]
     transport.fetch = pointed_fetch  # type: ignore[method-assign]
-    transport.begin = _pointed("receiver.begin", transport.begin, points)  # type: ignore[method-assign]
     transport.finish = _pointed("receiver.finish", transport.finish, points)  # type: ignore[method-assign]
 
 
@@ -118,29 +129,71 @@ class PointedSource(WeightSource):
         return self._tensors
 
 
-class PointedTarget(MappingTarget):
-    """An engine's tensors.
+class PointedTarget(WeightTarget):
+    """An engine's weights.
 
     Args:
+        inner: how they are filled.
         staged: if True, nothing lands in place: the pipeline's own memory is used.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], points: Points, *, staged: bool) -> None:
-        super().__init__(tensors)
+    def __init__(self, inner: WeightTarget, points: Points, *, staged: bool) -> None:
+        self._inner = inner
         self._points = points
         self._staged = staged
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
         self._points.reach("target.plan")
-        return super().plan(table)
+        return self._inner.plan(table)
+
+    def begin(self, version: int) -> None:
+        self._inner.begin(version)
 
     def landing(self, region: Region) -> Tensor | None:
-        return None if self._staged else super().landing(region)
+        return None if self._staged else self._inner.landing(region)
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         self._points.reach("target.write")
-        super().write(group, tensors)
+        self._inner.write(group, tensors)
 
     def commit(self) -> None:
         self._points.reach("target.commit")
-        super().commit()
+        self._inner.commit()
+
+    def rollback(self, error: BaseException) -> bool:
+        return self._inner.rollback(error)
+
+
+class PartTarget(WeightTarget):
+    """Of each tensor a part, as a rank of an engine has it.
+
+    Args:
+        tensors: the parts, by name.
+        pieces: which part of the whole tensor each is.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], pieces: Mapping[str, tuple[slice, ...]]
+    ) -> None:
+        self._tensors = tensors
+        self._pieces = pieces
+        self._places: dict[Region, Tensor] = {}
+
+    def plan(self, table: TensorTable) -> Sequence[Region]:
+        self._places = {
+            Region(
+                index,
+                tuple(side.start for side in self._pieces[name]),
+                tuple(side.stop - side.start for side in self._pieces[name]),
+            ): self._tensors[name]
+            for name, index in table.index().items()
+        }
+        return list(self._places)
+
+    def landing(self, region: Region) -> Tensor | None:
+        return self._places[region]
+
+    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
+        for region, value in tensors.items():
+            if value is not self._places[region]:
+                self._places[region].copy_(value)

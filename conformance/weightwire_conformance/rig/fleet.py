@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightwire_conformance.rig.placements import PRELOAD
 from weightwire_conformance.rig.pool import Pool
 from weightwire_conformance.rig.worker import Call, Calls, RemoteError, Worker, gather, until
 
@@ -171,8 +172,8 @@ class Fleet:
         self.timeout = seconds
         self._patience = seconds
 
-    def worker(self) -> Worker:
-        worker = self.pool.take(self.backend)
+    def worker(self, *, fresh: bool = False) -> Worker:
+        worker = self.pool.take(self.backend, fresh=fresh)
         worker.patience = self._patience
         self._workers.append(worker)
         worker.call("take", directory=str(self.directory / "tmp"))
@@ -186,6 +187,7 @@ class Fleet:
         ranks: int = 1,
         workers: Sequence[Worker] = (),
         open_now: bool = True,
+        placement: str | None = None,
         **options: Any,
     ) -> Side:
         """Open the sender on ``ranks`` processes.
@@ -193,8 +195,15 @@ class Fleet:
         Args:
             model, sizes: what the trainer holds; see ``oracle.MODELS``.
             workers: processes to open it in, instead of others.
+            placement: how its tensors are cut over the ranks; see ``placements.PLACEMENTS``.
             options: of ``open_sender``.
         """
+        if placement is not None:
+            meeting = self.directory / f"trainer-{len(self._sides)}"
+            options = {**options, "placement": placement, "rendezvous": str(meeting)}
+            # What torch keeps of a process group isn't for the next scenario.
+            self.pool.preload(*PRELOAD)
+            workers = [self.worker(fresh=True) for _ in range(ranks)]
         opening = {
             **self._common(model, sizes),
             "group_bytes": 8 << 10,
@@ -214,7 +223,12 @@ class Fleet:
         open_now: bool = True,
         **options: Any,
     ) -> Side:
-        """Open one replica on ``ranks`` processes; ``options`` are those of ``open_receiver``."""
+        """Open one replica on ``ranks`` processes.
+
+        Args:
+            options: of ``open_receiver``; ``staged``: nothing lands in place; ``holds``: which
+                part of each tensor a rank holds.
+        """
         opening = {**self._common(model, sizes), "receiver_id": receiver_id, **options}
         return self._side(ranks, workers, opening, open_now)
 
@@ -281,7 +295,7 @@ class Fleet:
             left = self._let_go(worker) if reuse and not worker.dead else _UNFIT
             files.update(left["files"])
             problems += [f"process {worker.pid}: {problem}" for problem in left["problems"]]
-            if left is _UNFIT or left["problems"]:
+            if left is _UNFIT or left["problems"] or worker.fresh:
                 worker.discard()
             else:
                 clean.append(worker)

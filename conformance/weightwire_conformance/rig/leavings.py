@@ -35,6 +35,7 @@ class Leavings:
         self._created: set[str] = set()
         self._threads: set[threading.Thread] = set()
         self._watched: tuple[str, ...] = ()
+        self._ports: set[int] = set()
         sys.addaudithook(self._note)
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -54,6 +55,7 @@ class Leavings:
         tempfile.tempdir = str(directory)
         self._watched = (_SHM, outside)
         self._created.clear()
+        self._ports.clear()
         self._threads = set(threading.enumerate())
 
     def files(self) -> set[str]:
@@ -72,7 +74,7 @@ class Leavings:
         checks: list[Callable[[], list[str]]] = [
             self._left_threads,
             _left_children,
-            _left_ports,
+            self._left_ports,
             self._left_descriptors,
         ]
         end = time.monotonic() + _SETTLE_SECONDS
@@ -88,6 +90,15 @@ class Leavings:
             f"thread {thread.name!r} still runs"
             for thread in threading.enumerate()
             if thread not in self._threads and thread is not current
+        ]
+
+    def spare_ports(self) -> None:
+        """Those that are listened on now are somebody else's, such as a trainer's own group's."""
+        self._ports = set(_listening())
+
+    def _left_ports(self) -> list[str]:
+        return [
+            f"port {port} is still listened on" for port in _listening() if port not in self._ports
         ]
 
     def _left_descriptors(self) -> list[str]:
@@ -161,7 +172,7 @@ def _left_children() -> list[str]:
     return [f"child process {pid} still runs" for pid in children]
 
 
-def _left_ports() -> list[str]:
+def _listening() -> list[int]:
     sockets = {
         path.removeprefix("socket:[").removesuffix("]")
         for path in _descriptors().values()
@@ -173,5 +184,5 @@ def _left_ports() -> list[str]:
         for line in lines.read_text().splitlines()[1:] if lines.exists() else ():
             fields = line.split()
             if fields[3] == _LISTENING and fields[9] in sockets:
-                found.append(f"port {int(fields[1].rpartition(':')[2], 16)} is still listened on")
+                found.append(int(fields[1].rpartition(":")[2], 16))
     return found

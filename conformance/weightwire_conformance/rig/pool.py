@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from weightwire_conformance.rig import posix
 from weightwire_conformance.rig.worker import Worker
 
 __all__ = ["Pool"]
@@ -35,6 +36,7 @@ class Pool:
         self._address = str(self.directory / "workers")
         self._count = itertools.count()
         self._idle: dict[str, list[Worker]] = {}
+        self._loaded: set[str] = set()
         log = self.directory / "first.log"
         with log.open("w") as errors:
             self._first = subprocess.Popen(
@@ -48,6 +50,7 @@ class Pool:
                         key: value for key, value in os.environ.items() if key != "WEIGHTWIRE_TOKEN"
                     },
                     "OMP_NUM_THREADS": "1",
+                    "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
                     **(environment or {}),
                 },
             )
@@ -57,15 +60,26 @@ class Pool:
             self.close()
             raise RuntimeError(f"the rig's first process didn't start\n{why}")
 
-    def take(self, backend: str) -> Worker:
-        """A worker for this backend; warm when there is one."""
+    def take(self, backend: str, *, fresh: bool = False) -> Worker:
+        """A worker for this backend; warm when there is one, unless it is to be ``fresh``."""
         idle = self._idle.setdefault(backend, [])
-        while idle:
+        while idle and not fresh:
             worker = idle.pop()
             if not worker.dead:
                 return worker
         log = self.directory / f"worker-{next(self._count)}.log"
-        return Worker(self._address, log, self.patience)
+        return Worker(self._address, log, self.patience, fresh=fresh)
+
+    def preload(self, *modules: str) -> None:
+        """Import modules once, for all workers that are forked from now on."""
+        for module in modules:
+            if module not in self._loaded:
+                with posix.local_socket() as connection:
+                    connection.connect(self._address)
+                    connection.sendall(f"import {module}\n".encode())
+                    connection.settimeout(self.patience)
+                    connection.recv(1)  # closed when it is done
+                self._loaded.add(module)
 
     def give_back(self, backend: str, worker: Worker) -> None:
         worker.forget()

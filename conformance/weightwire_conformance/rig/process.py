@@ -8,6 +8,7 @@ that connection, one JSON object a line.  It ends when the connection does.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import queue
@@ -83,10 +84,8 @@ def _serve(output: _Output) -> None:
             output.write(event="interrupted")
 
 
-def _become_worker(connection: socket.socket) -> None:
+def _become_worker(connection: socket.socket, log: str) -> None:
     posix.collect_children(at_once=False)
-    with connection.makefile("r") as file:
-        log = file.readline().strip()
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(connection.fileno(), 0)
     os.dup2(errors, 1)  # what a library prints mustn't mix with answers
@@ -101,7 +100,7 @@ def _become_worker(connection: socket.socket) -> None:
 
 
 def main(address: str) -> None:
-    """Fork a worker for each connection to the socket ``address``."""
+    """Serve the socket ``address``: ``log PATH`` forks a worker, ``import NAME`` imports here."""
     registry()
     posix.collect_children(at_once=True)
     listener = posix.local_socket()
@@ -112,14 +111,27 @@ def main(address: str) -> None:
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     while True:
         connection, _ = listener.accept()
+        what, _, rest = _first_line(connection).partition(" ")
+        if what == "import":
+            importlib.import_module(rest)
+            connection.close()
+            continue
         if posix.fork() == 0:
             # Even a stopped worker ends with this process, and this one with the run.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, posix.KILL)
             if os.getppid() != parent:
                 os._exit(1)
             listener.close()
-            _become_worker(connection)
+            _become_worker(connection, rest)
         connection.close()
+
+
+def _first_line(connection: socket.socket) -> str:
+    """Byte by byte: what follows belongs to the worker."""
+    line = b""
+    while (byte := connection.recv(1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
 
 
 def _end_with_parent(address: str) -> None:

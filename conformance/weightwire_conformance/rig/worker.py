@@ -162,16 +162,18 @@ class Worker:
         address: socket of the process that forks workers.
         log: file for what it writes to stdout and stderr.
         patience: seconds to wait for any answer.
+        fresh: it serves one scenario only.
 
     Attributes:
         shared: files in shared memory that a process held when it was killed.
     """
 
-    def __init__(self, address: str, log: Path, patience: float) -> None:
+    def __init__(self, address: str, log: Path, patience: float, *, fresh: bool = False) -> None:
         self.log = log
         self.patience = patience
         self.answers: dict[int, dict[str, Any]] = {}
         self.dead = False
+        self.fresh = fresh
         self.shared: set[str] = set()
         self._events: list[dict[str, Any]] = []
         self._mark = 0
@@ -180,7 +182,7 @@ class Worker:
         self._news = threading.Condition()
         self._connection = posix.local_socket()
         self._connection.connect(address)
-        self._connection.sendall(f"{log}\n".encode())
+        self._connection.sendall(f"log {log}\n".encode())
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.pid = 0

@@ -4,6 +4,7 @@ __all__ = ["THEMES"]
 
 THEMES = {
     "tensors": "every tensor arrives, byte for byte",
+    "placements": "shards of any placement become whole tensors",
     "versions": "versions follow each other",
     "membership": "receivers and senders come and go",
     "failures": "a failure is told, and doesn't last",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weightwire_conformance.capabilities import receivers
 from weightwire_conformance.rig import Calls, Fleet, RemoteError, Side
+from weightwire_conformance.rig.fleet import in_time
 from weightwire_conformance.scenario import scenario
 
 __all__: list[str] = []
+
+_SHORT_SECONDS = 2.0
+"""Deadline of calls that nothing but it can end: a rank's siblings have no lease of its own."""
 
 
 def told(error: RemoteError) -> None:
@@ -37,11 +43,14 @@ def settles(fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version
         "fetching": {"point": "receiver.fetched"},
         "writing": {"point": "target.write"},
         "committing": {"point": "target.commit"},
+        "a-group-ahead": {"point": "target.write", "overlap": True},
     }
 )
-def a_receiver_that_fails_part_way_says_so_and_recovers(fleet: Fleet, point: str) -> None:
+def a_receiver_that_fails_part_way_says_so_and_recovers(
+    fleet: Fleet, point: str, overlap: bool = False
+) -> None:
     """It claims no version that it doesn't hold, until a whole one arrives."""
-    sender, replica = fleet.sender(), fleet.receiver()
+    sender, replica = fleet.sender(overlap=overlap), fleet.receiver(overlap=overlap)
     fleet.exchange(sender, 1, replica)
     # Nothing is mixed before a group has been written, unless bytes land in place.
     replica.arm(point, "raise", after=0 if point == "target.commit" else 1)
@@ -53,6 +62,28 @@ def a_receiver_that_fails_part_way_says_so_and_recovers(fleet: Fleet, point: str
     assert replica.tainted is not None, "a mixture isn't tainted"
     fleet.exchange(sender, 3, replica)
     assert replica.tainted is None
+
+
+@scenario(
+    cases={
+        "in-begin": {"side": "receiver", "point": "receiver.begun"},
+        "posted": {"side": "receiver", "point": "receiver.posted", "overlap": True},
+        "in-the-senders-begin": {"side": "sender", "point": "sender.begun"},
+    }
+)
+def a_version_that_ends_as_it_begins_is_given_up_on_both_sides(
+    fleet: Fleet, side: str, point: str, overlap: bool = False
+) -> None:
+    """``abort`` follows a ``begin`` that raised, and takes back what was posted."""
+    sender, replica = fleet.sender(overlap=overlap), fleet.receiver(overlap=overlap)
+    fleet.exchange(sender, 1, replica)
+    (replica if side == "receiver" else sender).arm(point, "raise")
+    sending = sender.start("send", version=2, wait="applied", timeout=_SHORT_SECONDS)
+    receiving = replica.start("receive", timeout=_SHORT_SECONDS)
+    errors = {"sender": sending.error(), "receiver": receiving.error()}
+    assert errors[side].kind == "PlannedFailure", errors[side]
+    replica.must_be_whole()
+    fleet.exchange(sender, 3, replica)
 
 
 @scenario(need=receivers(2))
@@ -76,14 +107,18 @@ def one_receivers_failure_doesnt_harm_the_others(fleet: Fleet) -> None:
         "fetching": {"point": "receiver.fetch", "after": 1},
         "planning": {"point": "target.plan"},
         "beginning": {"point": "receiver.begin"},
+        "posting": {"point": "receiver.posted"},
         "writing": {"point": "target.write"},
+        "a-group-ahead": {"point": "target.write", "overlap": True},
         "finishing": {"point": "receiver.finish"},
         "committing": {"point": "target.commit"},
     }
 )
-def a_killed_receiver_is_missed(fleet: Fleet, point: str, after: int = 0) -> None:
+def a_killed_receiver_is_missed(
+    fleet: Fleet, point: str, after: int = 0, overlap: bool = False
+) -> None:
     """The sender is told long before its deadline, and serves the next one."""
-    sender, replica = fleet.sender(), fleet.receiver()
+    sender, replica = fleet.sender(overlap=overlap), fleet.receiver(overlap=overlap)
     replica.arm(point, after=after)
     sending = sender.start("send", version=1, wait="applied")
     replica.start("receive")
@@ -115,24 +150,108 @@ def a_killed_sender_is_missed(fleet: Fleet, point: str, after: int = 0) -> None:
     settles(fleet, replica, receiving, fleet.sender(), 3)
 
 
-@scenario(need=receivers(2))
-def the_others_go_on_without_a_lost_receiver(fleet: Fleet) -> None:
+def ends_with_its_rank(side: Side, calls: Calls, victim: int) -> None:
+    """The siblings of a killed rank are told by their deadline, and can close."""
+    for rank, call in enumerate(calls.calls):
+        if rank != victim:
+            error = call.error()
+            assert "TransferError" in error.kinds, f"not translated: {error}"
+            in_time(error, _SHORT_SECONDS)
+            side.workers[rank].call("close")
+
+
+_INFERENCE_PHASES: dict[str, dict[str, Any]] = {
+    "fetching": {"point": "receiver.fetch", "after": 1},
+    "planning": {"point": "target.plan"},
+    "beginning": {"point": "receiver.begin"},
+    "writing": {"point": "target.write"},
+    "finishing": {"point": "receiver.finish"},
+    "committing": {"point": "target.commit"},
+}
+_TRAINER_PHASES: dict[str, dict[str, Any]] = {
+    "sending": {"point": "sender.put"},
+    "offering": {"point": "source.tensors"},
+    "beginning": {"point": "sender.begin"},
+    "finishing": {"point": "sender.finish"},
+}
+
+
+@scenario(
+    cases={
+        f"{phase}-rank-{rank}": {"victim": rank, **where}
+        for phase, where in _INFERENCE_PHASES.items()
+        for rank in (1, 0)
+    }
+)
+def a_killed_inference_rank_ends_the_version_for_its_replica(
+    fleet: Fleet, victim: int, point: str, after: int = 0
+) -> None:
+    """Its sibling and the sender hear of it by their deadline; the next replica is served."""
+    sender, replica = fleet.sender(), fleet.receiver(ranks=2)
+    dies, lives = replica.workers[victim], replica.workers[1 - victim]
+    dies.arm(point, after=after)
+    sending = sender.start("send", version=1, wait="applied", timeout=_SHORT_SECONDS)
+    receiving = replica.start("receive", timeout=_SHORT_SECONDS)
+    dies.until_at(point)
+    dies.kill()
+    error = sending.error()
+    assert "TransferError" in error.kinds, error
+    in_time(error, _SHORT_SECONDS)
+    ends_with_its_rank(replica, receiving, victim)
+    assert lives.call("version") is None, "a version that a rank doesn't hold is claimed"
+    fleet.exchange(sender, 2, fleet.receiver(ranks=2))
+
+
+@scenario(
+    cases={
+        f"{phase}-rank-{rank}": {"victim": rank, **where}
+        for phase, where in _TRAINER_PHASES.items()
+        for rank in (1, 0)
+    }
+)
+def a_killed_trainer_rank_ends_the_version_for_everybody(
+    fleet: Fleet, victim: int, point: str
+) -> None:
+    """Its sibling and the receivers hear of it; the next trainer is followed."""
+    sender, replica = fleet.sender(ranks=2), fleet.receiver()
+    fleet.exchange(sender, 1, replica)
+    dies = sender.workers[victim]
+    dies.arm(point)
+    sending = sender.start("send", version=2, timeout=_SHORT_SECONDS)
+    receiving = replica.start("receive")
+    dies.until_at(point)
+    dies.kill()
+    ends_with_its_rank(sender, sending, victim)
+    settles(fleet, replica, receiving, fleet.sender(ranks=2), 3)
+
+
+@scenario(
+    need=receivers(2),
+    cases={
+        "fetching": {"point": "receiver.fetch", "after": 1},
+        "beginning": {"point": "receiver.begin"},
+        "writing": {"point": "target.write"},
+        "committing": {"point": "target.commit"},
+    },
+)
+def the_others_go_on_without_a_lost_receiver(fleet: Fleet, point: str, after: int = 0) -> None:
     """With ``on_receiver_loss="continue"``; a collective backend needs a new attempt."""
     sender = fleet.sender(min_receivers=2, on_receiver_loss="continue")
     stays, dies = fleet.receiver("stays"), fleet.receiver("dies")
-    dies.arm("receiver.fetch", after=1)
+    dies.arm(point, after=after)
     sending = sender.start("send", version=1, wait="applied")
     receiving = stays.start("receive")
     dies.start("receive")
-    dies.first.until_at("receiver.fetch")
+    dies.first.until_at(point)
     dies.kill()
     if fleet.capabilities["flow"] == "collective":
         told(sending.error())
         receiving.outcome()
-        return
-    sending.results()
-    assert receiving.results()[0]["version"] == 1
-    stays.must_hold(1)
+    else:
+        sending.results()
+        assert receiving.results()[0]["version"] == 1
+        stays.must_hold(1)
+    fleet.exchange(sender, 2, stays, fleet.receiver("dies"))
 
 
 @scenario

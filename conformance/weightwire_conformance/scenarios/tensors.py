@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightwire_conformance.capabilities import limit_of
+from weightwire_conformance.capabilities import limit_of, option
 from weightwire_conformance.rig import Fleet
 from weightwire_conformance.scenario import scenario
 
@@ -143,6 +143,23 @@ def overlap_changes_nothing_but_time(
     replica.arm("target.write", "slow")
     for version in (1, 2):
         fleet.exchange(sender, version, replica)
+
+
+@scenario(need=option("zero_copy"), cases={"on": {"zero_copy": True}, "off": {"zero_copy": False}})
+def zero_copy_changes_nothing_but_the_copies(fleet: Fleet, zero_copy: bool) -> None:
+    """Tensors that are sent where they lie, beside such as must be cast; they move, and change."""
+    fleet.options["zero_copy"] = zero_copy
+    sender = fleet.sender("masters", wire_dtype="bfloat16", keep_dtype=["router.bias"])
+    replica = fleet.receiver(model="masters")
+    for version in (1, 2):
+        fleet.exchange(sender, version, replica)
+    sender.call("move_tensors")
+    fleet.exchange(sender, 3, replica)
+    replica.arm("receiver.fetch", "slow")
+    receiving = replica.start("receive", minimum=4)
+    sender.send(4, wait="published", scribble=True)
+    receiving.results()
+    replica.must_hold(4)
 
 
 @scenario

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
+from weightwire.cuts import Cuts
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.layout import ALIGNMENT, SlotLayout, slot_layout
 from weightwire.memory.config import MemoryConfig
@@ -44,12 +45,13 @@ class MemoryReceiver(ReceiverTransport):
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._table, self._regions = table, tuple(regions)
         self._layouts = {}
-        group_of = {i: g for g, members in enumerate(table.groups) for i in members.tensors}
+        cuts = Cuts(table)
         reads: dict[int, set[int]] = {}
         for region in regions:
+            group = cuts.group_of(region)
             for shard in table.tensors[region.tensor].shards:
                 if _intersection(region, shard) is not None:
-                    reads.setdefault(shard.owner, set()).add(group_of[region.tensor])
+                    reads.setdefault(shard.owner, set()).add(group)
         self._reads = {owner: tuple(sorted(groups)) for owner, groups in reads.items()}
         self._release_segment()
         name = segment_name(

@@ -18,25 +18,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from weightwire.cuts import Cuts
 from weightwire.errors import TraceError
 from weightwire.table import Region, TensorTable
+from weightwire.trace.cells import Cells, cut_copies
 from weightwire.trace.compose import through_views
-from weightwire.trace.cover import Box, Extent, as_box
-from weightwire.trace.reads import contiguous, cover_boxes, place, read_box
+from weightwire.trace.cover import Extent
+from weightwire.trace.planner import Joined, Piece, Read, plan_reads
 from weightwire.trace.tape import Instruction, Kind, Ref, Tape
 
 __all__ = ["Program", "Run", "compile_tape"]
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Where a source's extent lies: a region's buffer, and an extent of that."""
-
-    region: Region
-    extent: Extent
 
 
 @dataclass
@@ -50,6 +44,9 @@ class Program:
         first: by destination, the group whose batch touches it first.
         last: by destination, the group whose batch touches it last.
         kept: by region, the later group until which it is kept.
+        reads: where each source lies.
+        pieces: by region, the joined boxes that are put together from it.
+        joined: by joined box, the group after which it is done with.
     """
 
     regions: tuple[Region, ...] = ()
@@ -57,7 +54,9 @@ class Program:
     first: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
     kept: dict[Region, int] = field(default_factory=dict)
-    reads: dict[Ref, _Read] = field(default_factory=dict)
+    reads: dict[Ref, Read] = field(default_factory=dict)
+    pieces: dict[Region, list[Piece]] = field(default_factory=dict)
+    joined: dict[Joined, int] = field(default_factory=dict)
     dies: dict[int, list[str | int]] = field(default_factory=dict)
 
     @property
@@ -75,27 +74,31 @@ def compile_tape(tape: Tape, table: TensorTable) -> Program:
     """
     index = table.index()
     carriers = {**index, **{alias: index[name] for alias, name in table.ties.items()}}
-    group_of = {i: g for g, group in enumerate(table.groups) for i in group.tensors}
-    arrives = {name: group_of[i] for name, i in carriers.items()}
-    for view in table.views:
-        if view.name not in arrives:
-            arrives[view.name] = max(arrives[source] for source in view.sources())
+    cells = Cells(table)
     live = through_views(_live(tape.instructions), table)
-    program = Program()
-    program.reads, program.regions = _plan_reads(live, table, carriers)
-    groups = sorted({group_of[region.tensor] for region in program.regions})
+    live = cut_copies(live, carriers, table, cells)
+    reads = plan_reads(live, table, carriers, cells)
+    program = Program(reads.regions, reads=reads.by_ref, pieces=reads.pieces)
+    cuts = Cuts(table)
+    groups = sorted({cuts.group_of(region) for region in program.regions})
+    arrives = {name: cells.last_group(i) for name, i in carriers.items()}
+    for view in table.views:
+        # A view may have the name of a tensor that it is made of.
+        arrives[view.name] = max(cells.last_group(carriers[name]) for name in view.sources())
     end = len(table.groups)
     during = [arrives[weight.name] for weight in tape.sources]
     last_use: dict[str | int, int] = {}
-    for group, instruction in _schedule(live, arrives, during):
+    for group, instruction in _schedule(live, reads.by_ref, during):
         at = bisect.bisect_left(groups, group)
         group = groups[at] if at < len(groups) else end
         program.batches.setdefault(group, []).append(instruction)
         for ref in instruction.operands():
             if ref.kind is Kind.SOURCE and ref in program.reads:
-                region = program.reads[ref].region
-                if group > group_of[region.tensor]:
-                    program.kept[region] = max(program.kept.get(region, 0), group)
+                read = program.reads[ref]
+                if isinstance(read.base, Joined):
+                    program.joined[read.base] = max(program.joined.get(read.base, 0), group)
+                elif group > read.group:
+                    program.kept[read.base] = max(program.kept.get(read.base, 0), group)
             elif ref.kind is Kind.DESTINATION:
                 key = str(ref.name)
                 program.first[key] = min(program.first.get(key, group), group)
@@ -119,56 +122,6 @@ def _live(instructions: Sequence[Instruction]) -> list[Instruction]:
             kept.append(instruction)
             wanted.update(ref.storage for ref in instruction.operands() if ref.kind is Kind.VALUE)
     return kept[::-1]
-
-
-# ---------------------------------------------------------------------- reads
-
-
-def _plan_reads(
-    instructions: Sequence[Instruction], table: TensorTable, carriers: Mapping[str, int]
-) -> tuple[dict[Ref, _Read], tuple[Region, ...]]:
-    wanted: dict[int, set[Ref]] = {}
-    for instruction in instructions:
-        for ref in instruction.operands():
-            if ref.kind is Kind.SOURCE and 0 not in ref.extent.sizes:
-                wanted.setdefault(carriers[str(ref.name)], set()).add(ref)
-    reads: dict[Ref, _Read] = {}
-    regions: list[Region] = []
-    for tensor in sorted(wanted):
-        entry = table.tensors[tensor]
-        whole = Box((0,) * len(entry.shape), entry.shape)
-        boxes: dict[Ref, Box] = {}
-        strays: set[Box] = set()
-        for ref in wanted[tensor]:
-            if ref.dtype != entry.torch_dtype:
-                boxes[ref] = whole  # its extents count other elements
-                continue
-            boxes[ref] = read_box(entry.shape, ref.extent, ref.dtype.itemsize)
-            if as_box(contiguous(entry.shape), ref.extent) is None:
-                strays.add(boxes[ref])
-        found = cover_boxes(entry.shape, boxes.values(), strays)
-        by_box = {
-            box: Region(
-                tensor,
-                box.start,
-                tuple(b - a for a, b in zip(box.start, box.stop, strict=True)),
-            )
-            for box in found
-        }
-        regions.extend(by_box[box] for box in sorted(found))
-        holders = {box: box for box in found}
-        for ref, box in boxes.items():
-            holder = holders.get(box) or next(outer for outer in found if _inside(box, outer))
-            extent = ref.extent if box is whole else place(entry.shape, holder, ref.extent)
-            reads[ref] = _Read(by_box[holder], extent)
-    return reads, tuple(regions)
-
-
-def _inside(inner: Box, outer: Box) -> bool:
-    return all(
-        a0 <= b0 and b1 <= a1
-        for a0, a1, b0, b1 in zip(outer.start, outer.stop, inner.start, inner.stop, strict=True)
-    )
 
 
 # ---------------------------------------------------------------------- order
@@ -202,7 +155,7 @@ class _Spans:
 
 
 def _schedule(
-    instructions: Sequence[Instruction], arrives: Mapping[str, int], during: Sequence[int]
+    instructions: Sequence[Instruction], reads: Mapping[Ref, Read], during: Sequence[int]
 ) -> list[tuple[int, Instruction]]:
     """Instructions with their groups, in recorded order."""
     spans: dict[tuple[Kind, str | int], _Spans] = {}
@@ -212,7 +165,8 @@ def _schedule(
         touched: list[Ref] = []
         for ref in instruction.operands():
             if ref.kind is Kind.SOURCE:
-                group = max(group, arrives[str(ref.name)])
+                if ref in reads:
+                    group = max(group, reads[ref].group)
                 continue
             touched.append(ref)
             known = spans.get(ref.storage)
@@ -249,12 +203,14 @@ class Run:
         self._device = device
         self._values: dict[str | int, Tensor] = {}
         self._arrived: dict[Region, Tensor] = {}
+        self._joined: dict[Joined, Tensor] = {}
         self._pending = sorted(program.batches)
 
     def feed(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         """Run what can run once a group is here; its tensors are free afterwards."""
         program = self._program
         self._arrived.update(tensors)
+        self._join(tensors)
         while self._pending and self._pending[0] <= group:
             self._run(self._pending.pop(0))
         for region in tensors:
@@ -262,6 +218,20 @@ class Run:
                 self._arrived[region] = tensors[region].clone()
             else:
                 del self._arrived[region]
+
+    def _join(self, tensors: Mapping[Region, Tensor]) -> None:
+        """Copy what belongs to boxes that lie in several regions to where they come together."""
+        for region, tensor in tensors.items():
+            for key, source, destination in self._program.pieces.get(region, ()):
+                if key not in self._joined:
+                    sizes = [b - a for a, b in zip(key.box.start, key.box.stop, strict=True)]
+                    self._joined[key] = tensor.new_empty(sizes)
+                self._joined[key][destination].copy_(tensor[source])
+
+    @property
+    def held(self) -> int:
+        """Tensors that are kept for a later group."""
+        return len(self._values) + len(self._arrived) + len(self._joined)
 
     def finish(self) -> None:
         """Run what waits for no group."""
@@ -277,6 +247,8 @@ class Run:
             self._values.pop(value, None)
         for region in [r for r in self._arrived if program.kept.get(r, group + 1) <= group]:
             del self._arrived[region]
+        for key in [k for k in self._joined if program.joined[k] <= group]:
+            del self._joined[key]
 
     def _execute(self, instruction: Instruction) -> None:
         if instruction.is_copy:
@@ -312,7 +284,10 @@ class Run:
             read = self._program.reads[ref]
             extent = read.extent
             try:
-                base = self._arrived[read.region]
+                if isinstance(read.base, Joined):
+                    base = self._joined[read.base]
+                else:
+                    base = self._arrived[read.base]
             except KeyError:
                 raise TraceError(
                     f"tensor {ref.name!r} was not handed over before its replay"

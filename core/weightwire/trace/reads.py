@@ -13,7 +13,14 @@ from collections.abc import Iterable, Sequence
 
 from weightwire.trace.cover import Box, Extent, as_box
 
-__all__ = ["RUN_COST", "contiguous", "cover_boxes", "place", "read_box"]
+__all__ = [
+    "RUN_COST",
+    "contiguous",
+    "cover_boxes",
+    "enclosing_block",
+    "place",
+    "read_box",
+]
 
 RUN_COST = 512
 """Bytes that could be read in the time that one more contiguous run costs."""
@@ -63,11 +70,15 @@ def place(shape: Sequence[int], box: Box, extent: Extent) -> Extent:
     return Extent(offset, extent.sizes, strides)
 
 
-def cover_boxes(shape: Sequence[int], boxes: Iterable[Box], strays: Iterable[Box]) -> list[Box]:
+def cover_boxes(
+    shape: Sequence[int], boxes: Iterable[Box], strays: Iterable[Box], within: Box | None = None
+) -> list[Box]:
     """Disjoint boxes that together hold all of ``boxes``: no element is read twice.
 
     Args:
         boxes: any boxes of a tensor of this shape.
+        within: a box of the tensor that is one contiguous range and holds them all; by
+            default the tensor.
         strays: blocks that hold extents which are no boxes: what covers one of
             them must be one contiguous range.
     """
@@ -76,7 +87,7 @@ def cover_boxes(shape: Sequence[int], boxes: Iterable[Box], strays: Iterable[Box
     for block in blocks:
         holder = next(box for box in found if _holds(box, block))
         if not _is_block(shape, holder):
-            return [Box((0,) * len(shape), tuple(shape))]
+            return [within or Box((0,) * len(shape), tuple(shape))]
     return found
 
 
@@ -140,6 +151,11 @@ def _holds(outer: Box, inner: Box) -> bool:
 
 def _volume(box: Box) -> int:
     return math.prod(b - a for a, b in zip(box.start, box.stop, strict=True))
+
+
+def enclosing_block(shape: Sequence[int], extent: Extent) -> Box:
+    """The smallest contiguous range of whole rows that holds an extent of a contiguous tensor."""
+    return _block(contiguous(shape), extent)
 
 
 def _block(whole: Extent, extent: Extent) -> Box:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from weightwire.copying import copy_all
 from weightwire.errors import TraceError
 from weightwire_vllm import compat
 
@@ -252,4 +253,4 @@ def _copy_back(path: str, layer: nn.Module, kernel: compat.Registries, loaded: s
             )
         copies.append((old.data, new.data))
     if copies:
-        torch._foreach_copy_([old for old, _ in copies], [new for _, new in copies])
+        copy_all([old for old, _ in copies], [new for _, new in copies])

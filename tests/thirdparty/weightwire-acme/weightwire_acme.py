@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from weightwire import ConfigError, PeerLost, TransferError, contract, hookimpl
+from weightwire.cuts import Cuts
 from weightwire.layout import slot_layout
 from weightwire.table import Region, Shard, TensorTable
 
@@ -244,11 +245,11 @@ class AcmeReceiver(contract.ReceiverTransport):
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._table, self._regions = table, regions
         self._reads: Reads = {}
-        group_of = {i: g for g, members in enumerate(table.groups) for i in members.tensors}
+        cuts = Cuts(table)
         for region in regions:
             for shard in table.tensors[region.tensor].shards:
                 if all(side.start < side.stop for side in overlap(region, shard)):
-                    self._reads.setdefault(shard.owner, set()).add(group_of[region.tensor])
+                    self._reads.setdefault(shard.owner, set()).add(cuts.group_of(region))
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(self._reads)

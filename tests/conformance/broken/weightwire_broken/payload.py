@@ -8,7 +8,10 @@ import torch
 
 from weightwire.contract import Seal
 from weightwire.digest import box_digest, tensor_key
+from weightwire.layout import slot_layout
+from weightwire.memory.config import MemoryConfig
 from weightwire.memory.receiver import MemoryReceiver
+from weightwire.memory.sender import MemorySender
 from weightwire_broken import BrokenFilesystem, BrokenMemory, broken
 from weightwire_filesystem import manifest
 from weightwire_filesystem.receiver import FilesystemReceiver
@@ -255,3 +258,73 @@ class FillsOneRank(BrokenMemory):
             if self._context.rank:
                 regions = {i: t.clone() for i, t in regions.items()}
             return super().fetch(group, regions)
+
+
+@broken
+class MistakesShards(BrokenMemory):
+    """Of a tensor that lies on several ranks, the last element never arrives."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for i, tensor in regions.items():
+                if len(self._table.tensors[self._regions[i].tensor].shards) > 1 and tensor.numel():
+                    raw(tensor)[-1] ^= 255
+            return seals
+
+
+class ZeroCopyConfig(MemoryConfig):
+    zero_copy: bool = False
+
+
+@broken
+class KeepsItsPointers(BrokenMemory):
+    """With zero_copy, tensors are read for ever where they were at first."""
+
+    config = ZeroCopyConfig
+
+    class sender_class(MemorySender):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(context)
+            self._first = {}
+
+        def set_table(self, table):
+            super().set_table(table)
+            self._planned = table
+
+        def slot(self, group, nbytes):
+            self._memory = super().slot(group, nbytes)
+            return None if self._context.config.zero_copy else self._memory
+
+        def put(self, group, tensors, seal):
+            if self._context.config.zero_copy:
+                for i, tensor in tensors.items():
+                    self._first.setdefault(i, tensor)
+                layout = slot_layout(self._planned, group, self._context.rank)
+                staged = {i: place.view(self._memory) for i, place in layout.places.items()}
+                for i, memory in staged.items():
+                    memory.copy_(self._first[i])
+                tensors = staged
+            super().put(group, tensors, seal)
+
+
+@broken
+class KeepsWhatItPosted(BrokenMemory):
+    """A group that was posted and not fetched is handed out with the next version."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(context)
+            self._ahead = {}
+
+        def post(self, group, regions):
+            if group not in self._ahead:
+                scratch = {i: tensor.clone() for i, tensor in regions.items()}
+                self._ahead[group] = (super().fetch(group, scratch), scratch)
+
+        def fetch(self, group, regions):
+            seals, scratch = self._ahead.pop(group)
+            for i, tensor in regions.items():
+                if tensor.numel():
+                    raw(tensor).copy_(raw(scratch[i]))
+            return seals

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from weightwire.deadline import Watch
-from weightwire.errors import TransferTimeout, WeightWireError
+from weightwire.errors import PeerLost, TransferTimeout, WeightWireError
 from weightwire.memory.receiver import MemoryReceiver
 from weightwire.memory.sender import MemorySender
 from weightwire_broken import BrokenMemory, broken
@@ -152,3 +152,13 @@ class SpeaksItsOwnErrors(BrokenMemory):
                 return super().fetch(group, regions)
             except WeightWireError as error:
                 raise OSError(str(error)) from error
+
+
+@broken
+class GivesUpWithTheLost(BrokenMemory):
+    """A receiver that is struck off ends the version for the others, too."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def lose(self, receiver_id):
+            super().lose(receiver_id)
+            self._context.watch.fail(PeerLost(f"receiver {receiver_id!r} broke the connection"))

@@ -1,0 +1,214 @@
+"""The table scenario × culprit: which broken backends each scenario catches.
+
+``make soak`` makes all of it.  As a command it works for a while, and goes on from there
+when it is called again at the same commit::
+
+    python tests/conformance/culprit_table.py --seconds 280 --docs docs/conformance.md
+
+What it finds goes to ``results/conformance_culprits.json`` and ``.md``.  The working
+backends run beside the broken ones: what fails for them proves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import culprits
+
+from weightwire_conformance.execute import Bench, prepare
+from weightwire_conformance.outcomes import Outcome
+from weightwire_conformance.rig import Pool
+from weightwire_conformance.scenario import Case, cases
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+WORKING = ("memory", "filesystem")
+PATIENCE = 8.0
+JOBS = 2 * (os.cpu_count() or 1)  # most of a cell is waiting
+PLACE = ("<!-- weightwire culprits: begin -->", "<!-- weightwire culprits: end -->")
+SHOWN = 3
+
+
+@dataclass
+class Table:
+    """Outcomes so far.
+
+    Attributes:
+        commit: of the tree that they are about.
+        seed: of the scenarios' values, and of the order in which backends run.
+        seconds: that it took, over all calls.
+        cells: by scenario and backend, why it is FAILED; "" where it isn't.
+    """
+
+    commit: str
+    seed: int
+    seconds: float = 0.0
+    cells: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def caught(self, scenario: str) -> list[str]:
+        """Culprits that a scenario catches."""
+        row = self.cells.get(scenario, {})
+        return sorted(name for name, reason in row.items() if reason and name not in WORKING)
+
+    def unproven(self, backend: str) -> list[Case]:
+        return [case for case in rows() if backend not in self.cells.get(case.name, {})]
+
+    def faults(self) -> list[str]:
+        """What is wrong with a table that is done."""
+        found = [f"{s} fails for {b}" for s in self.cells for b in WORKING if self.cells[s].get(b)]
+        found += [f"{case.name} catches nothing" for case in rows() if not self.caught(case.name)]
+        every = {culprit for case in rows() for culprit in self.caught(case.name)}
+        return found + [f"{culprit} isn't caught" for culprit in set(culprits.RED) - every]
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "conformance_culprits.json").write_text(json.dumps(vars(self), indent=1))
+        lines = [f"# Scenarios and culprits\n\n{self.about()}\n\n{self.markdown(most=None)}\n"]
+        (directory / "conformance_culprits.md").write_text("\n".join(lines))
+
+    @classmethod
+    def load(cls, directory: Path, commit: str) -> Table | None:
+        """What an earlier call found, if it was about the same commit."""
+        path = directory / "conformance_culprits.json"
+        found: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return cls(**found) if found.get("commit") == commit and "modified" not in commit else None
+
+    def about(self) -> str:
+        return (
+            f"{len(rows())} scenarios (the smallest case of each) over {len(culprits.RED)} broken "
+            f"backends, at commit `{self.commit}` with seed {self.seed}; "
+            f"{self.seconds / 60:.0f} minutes."
+        )
+
+    def markdown(self, most: int | None) -> str:
+        lines = ["| scenario | catches | among them |", "| --- | --- | --- |"]
+        for case in rows():
+            found = self.caught(case.name)
+            more = ", …" if most is not None and len(found) > most else ""
+            lines.append(f"| {case.name} | {len(found)} | {', '.join(found[:most])}{more} |")
+        return "\n".join(lines)
+
+    def write_docs(self, page: Path) -> None:
+        """Refresh the summary between its markers."""
+        text = page.read_text()
+        begin, end = PLACE
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        summary = f"{begin}\n{self.about()}\n\n{self.markdown(SHOWN)}\n{end}"
+        page.write_text(pattern.sub(lambda _: summary, text))
+
+
+def rows() -> list[Case]:
+    return [case for case in cases() if case.smallest]
+
+
+def columns() -> list[str]:
+    return [*WORKING, *sorted(culprits.RED)]
+
+
+def fill(
+    table: Table,
+    pools: Sequence[Pool],
+    *,
+    seconds: float = float("inf"),
+    done: Callable[[], None] = lambda: None,
+) -> None:
+    """Run what is missing, each backend in one of several threads, until the time is up."""
+    began = time.monotonic()
+    order = [backend for backend in columns() if table.unproven(backend)]
+    random.Random(table.seed).shuffle(order)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def work(pool: Pool) -> None:
+        try:
+            while time.monotonic() - began < seconds:
+                with lock:
+                    if failures or not order:
+                        return
+                    backend = order.pop()
+                _run(table, pool, backend, began + seconds)
+                with lock:
+                    done()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(pool,)) for pool in pools]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    table.seconds += time.monotonic() - began
+    if failures:
+        raise failures[0]
+
+
+def _run(table: Table, pool: Pool, backend: str, end: float) -> None:
+    prepared = prepare(pool, backend, {})
+    bench = Bench(pool)
+    for case in table.unproven(backend):
+        if case.soak and backend not in (*WORKING, "leaks-memory"):
+            # Long, and what else fails within fifty versions fails within nine.
+            table.cells.setdefault(case.name, {})[backend] = ""
+            continue
+        if time.monotonic() > end:
+            break
+        result = bench.run(case, prepared)
+        reason = result.reason if result.outcome is Outcome.FAILED else ""
+        table.cells.setdefault(case.name, {})[backend] = reason
+    pool.end(backend)
+
+
+def commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    about = git("rev-parse", "--short", "HEAD")
+    return f"{about}, modified" if git("status", "--porcelain", "--untracked-files=no") else about
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("WEIGHTWIRE_SEED", "0")))
+    parser.add_argument("--jobs", type=int, default=JOBS)
+    parser.add_argument("--docs", type=Path, help="a page whose summary is refreshed at the end")
+    arguments = parser.parse_args()
+    table = Table.load(RESULTS, commit()) or Table(commit(), arguments.seed)
+    os.environ["WEIGHTWIRE_SEED"] = str(table.seed)
+    with tempfile.TemporaryDirectory() as site:
+        known = os.environ.get("PYTHONPATH", "")
+        paths = {"PYTHONPATH": os.pathsep.join([culprits.install(Path(site)), known])}
+        pools = [Pool(PATIENCE, paths) for _ in range(arguments.jobs)]
+        try:
+            fill(table, pools, seconds=arguments.seconds, done=lambda: table.save(RESULTS))
+        finally:
+            for pool in pools:
+                pool.close()
+    table.save(RESULTS)
+    left = sum(len(table.unproven(backend)) for backend in columns())
+    if left:
+        print(f"{left} of {len(rows()) * len(columns())} cells are left: call again")
+        return 3
+    if arguments.docs is not None:
+        table.write_docs(arguments.docs)
+    faults = table.faults()
+    print("\n".join(faults) or f"every scenario catches a culprit: {table.about()}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

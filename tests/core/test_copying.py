@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weightwire.copying import copy_all
+from weightwire.table import DTYPES
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torch.Tensor:
+    """Every bit random: NaNs of all kinds, subnormals and negative zeros among them."""
+    generator = torch.Generator().manual_seed(0)
+    nbytes = int(torch.Size(shape).numel()) * dtype.itemsize
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        raw &= 1
+    return raw.view(dtype).reshape(shape).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex64, torch.complex128])
+def test_equal_dtypes_are_copied_bit_for_bit(dtype, device):
+    sources = [
+        random_bits(dtype, (97, 31), device),
+        random_bits(dtype, (64, 64), device).t(),
+        random_bits(dtype, (50, 30), device)[::2, 1::3],
+        random_bits(dtype, (), device),
+        random_bits(dtype, (0, 3), device),
+    ]
+    into = [torch.zeros(source.shape, dtype=dtype, device=device) for source in sources]
+    copy_all(into, sources)
+    for to, source in zip(into, sources, strict=True):
+        expected = source.contiguous().cpu().reshape(-1).view(torch.uint8)
+        assert torch.equal(to.cpu().reshape(-1).view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_casts_are_torchs_own_and_may_stand_beside_copies(device):
+    master = random_bits(torch.float32, (128, 33), device)
+    same = random_bits(torch.bfloat16, (77,), device)
+    into = [torch.zeros(128, 33, dtype=torch.bfloat16, device=device), torch.zeros_like(same)]
+    copy_all(into, [master, same])
+    assert torch.equal(into[0].view(torch.int16), master.to(torch.bfloat16).view(torch.int16))
+    assert torch.equal(into[1].view(torch.int16), same.view(torch.int16))
+
+
+def test_a_lazily_conjugated_view_arrives_as_its_values():
+    value = torch.randn(5, dtype=torch.complex64)
+    into = torch.zeros_like(value)
+    copy_all([into], [value.conj()])
+    assert torch.equal(into, value.conj().resolve_conj())

@@ -1,0 +1,138 @@
+"""``weightwire plan``: the same figures as running engines, without weights; bad input by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightwire_vllm.families import family_model
+from weightwire_vllm.models import save_checkpoint
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(HERE),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def run(*command, timeout=280):
+    return subprocess.run(
+        [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def plan(*arguments):
+    return run("-c", "from weightwire.cli.main import main; main()", "plan", *map(str, arguments))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plan")
+
+    def get(kind):
+        if not (root / kind).exists():
+            save_checkpoint(family_model(kind, 1), root / kind)
+        return root / kind
+
+    return get
+
+
+CASES = {
+    "deepseek_v3 tp=2": ("deepseek_v3", "fsdp=3", "tp=2", {"tensor_parallel_size": 2}),
+    "qwen3_moe tp=2 ep=2": (
+        "qwen3_moe",
+        "fsdp=4,ep=2",
+        "tp=2,ep=2",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "qwen3-tied": ("qwen3-tied", "fsdp=2,dp=2", "tp=1", {}),
+    "glm4_moe": ("glm4_moe", "fsdp=4,ep=4", "tp=1", {}),
+}
+SLICE = ("qwen3_moe tp=2 ep=2",)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in SLICE else pytest.mark.soak) for c in CASES]
+)
+def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, case):
+    kind, trainer, inference, options = CASES[case]
+    directory = checkpoint(kind)
+    bare = tmp_path / "bare"  # the planner sees no weights
+    bare.mkdir()
+    (bare / "config.json").write_bytes((directory / "config.json").read_bytes())
+    page = tmp_path / "plan.html"
+    planned = plan(
+        bare, "--trainer", trainer, "--inference", inference, "--group-bytes", 16384,
+        "--json", "--html", page,
+    )  # fmt: skip
+    assert planned.returncode == 0, planned.stderr[-3000:]
+    result = json.loads(planned.stdout)
+    assert result["unmatched"] == []
+    engine = run(str(HERE / "plan_child.py"), str(directory), trainer, "16384", json.dumps(options))
+    lines = [line for line in engine.stdout.splitlines() if line.startswith("PLANS ")]
+    assert lines, engine.stderr[-3000:]
+    running = json.loads(lines[0].removeprefix("PLANS "))
+    mine = [
+        [rank["nbytes"], rank["descriptors"], rank["replayed"], rank["owners"]]
+        for rank in result["ranks"]
+    ]
+    assert mine == running
+    for rank in result["ranks"]:
+        assert rank["nbytes"] == sum(group["nbytes"] for group in rank["groups"])
+        assert rank["nbytes"] == sum(rank["owners"].values())
+        assert rank["descriptors"] == sum(group["descriptors"] for group in rank["groups"])
+    largest = max(g["nbytes"] for rank in result["ranks"] for g in rank["groups"])
+    assert result["largest_group_bytes"] == largest
+    text = page.read_text()
+    assert "<script" not in text
+    assert "http" not in text
+    assert f"inference rank {len(running) - 1} reads" in text
+
+
+def test_one_rank_of_many_is_planned_without_the_others(checkpoint):
+    arguments = ("--trainer", "fsdp=64,ep=4", "--inference", "dp=4,ep=4", "--json")
+    found = plan(checkpoint("deepseek_v3"), *arguments, "--ranks", "3")
+    assert found.returncode == 0, found.stderr[-3000:]
+    (rank,) = json.loads(found.stdout)["ranks"]
+    assert rank["rank"] == 3
+    assert len(rank["owners"]) > 32
+
+
+BAD = {
+    "unknown axis": (("--inference", "cp=2"), "unknown axis 'cp': it takes tp, pp, dp, ep"),
+    "unknown trainer axis": (("--trainer", "zero=8"), "unknown axis 'zero': it takes dp, fsdp, ep"),
+    "no number": (("--inference", "tp=two"), "tp=two isn't a number of ranks"),
+    "rank out of range": (("--inference", "tp=2", "--ranks", "2"), "rank 2 is out of range"),
+    "ep that spans no ranks": (("--inference", "tp=2,dp=2,ep=3"), "ep=3 isn't tp x dp = 4"),
+    "ep that doesn't divide": (("--trainer", "fsdp=8,ep=3"), "ep=3 doesn't divide fsdp=8"),
+    "heads that don't divide": (("--inference", "tp=3"), "vLLM can't"),
+    "no such engine": (("--engine", "sglang"), "no planner for engine 'sglang'"),
+    "no such dtype": (("--wire-dtype", "fp4"), "--wire-dtype fp4: use one of"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_one_line_and_exit_code_1(checkpoint, bad):
+    arguments, said = BAD[bad]
+    found = plan(checkpoint("qwen3-tied"), *arguments)
+    assert found.returncode == 1
+    assert said in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_unknown_architectures_and_directories_are_named(tmp_path):
+    found = plan(tmp_path)
+    assert found.returncode == 1
+    assert f"{tmp_path} has no config.json" in found.stderr.replace("\n", "")
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch", "architectures": ["None"]}')
+    found = plan(tmp_path)
+    assert found.returncode == 1
+    assert "nonesuch" in found.stderr
+    assert "Traceback" not in found.stderr
