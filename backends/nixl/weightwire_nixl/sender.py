@@ -360,6 +360,8 @@ class NixlSender(SenderTransport):
                     found.append(reader)
             return found
 
+        if not missing():
+            return
         self._context.watch.until(
             soon(lambda: not missing()),
             f"credit for group {slot.group}",
