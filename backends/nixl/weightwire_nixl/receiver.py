@@ -269,6 +269,8 @@ class NixlReceiver(ReceiverTransport):
 
     def _step(self) -> bool:
         """``_advance`` on the progress thread; whether something is still to land."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own
         self._advance()
         with self._moving:
             return not all(part.landed for f in self._flights.values() for part in f.parts)
