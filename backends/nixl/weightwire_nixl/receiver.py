@@ -57,7 +57,7 @@ class NixlReceiver(ReceiverTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self._device = device_of(config.device)
+        self._device = device_of(config.device, context.device)
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1

@@ -58,7 +58,7 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self.column_blocks = not config.zero_copy  # live tensors lie row by row
-        self._device = device_of(config.device)
+        self._device = device_of(config.device, context.device)
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
