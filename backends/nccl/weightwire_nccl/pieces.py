@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch
 from weightwire.table import Region, Shard, TensorTable
 
@@ -94,19 +95,21 @@ class ReadPlan:
     def __init__(self, table: TensorTable, regions: Sequence[Region], bucket_bytes: int) -> None:
         self._table = table
         self._bucket_bytes = bucket_bytes
-        self._by_tensor: dict[int, list[tuple[int, Region]]] = {}
+        cuts = Cuts(table)
+        self._by_group: dict[int, dict[int, list[tuple[int, Region]]]] = {}
         for position, region in enumerate(regions):
-            self._by_tensor.setdefault(region.tensor, []).append((position, region))
+            in_group = self._by_group.setdefault(cuts.group_of(region), {})
+            in_group.setdefault(region.tensor, []).append((position, region))
 
     def channel(self, shards: Mapping[int, Shard]) -> ChannelPlan:
         """Of the owner that holds these shards, by tensor."""
         groups = {}
-        for group, members in enumerate(self._table.groups):
+        for group, by_tensor in sorted(self._by_group.items()):
             pieces = [
                 piece
-                for i in members.tensors
-                if i in self._by_tensor and i in shards
-                for position, region in self._by_tensor[i]
+                for i in self._table.groups[group].tensors
+                if i in by_tensor and i in shards
+                for position, region in by_tensor[i]
                 for piece in self._pieces(position, region, shards[i])
             ]
             if pieces:

@@ -57,6 +57,7 @@ class NixlSender(SenderTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
+        self.column_blocks = not config.zero_copy  # live tensors lie row by row
         self._device = device_of(config.device)
         self._fabric = choose_fabric(self._device)
         self._discovery: Discovery = SessionDiscovery()

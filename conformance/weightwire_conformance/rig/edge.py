@@ -16,6 +16,8 @@ from weightwire.contract import (
     Seal,
     SenderTransport,
 )
+from weightwire.cuts import Cuts
+from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
@@ -167,6 +169,10 @@ class PointedTarget(WeightTarget):
     def begin(self, version: int) -> None:
         self._inner.begin(version)
 
+    @property
+    def takes_pieces(self) -> bool:
+        return self._inner.takes_pieces
+
     def landing(self, region: Region) -> Tensor | None:
         return None if self._staged else self._inner.landing(region)
 
@@ -198,18 +204,20 @@ class PartTarget(WeightTarget):
         self._places: dict[Region, Tensor] = {}
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
-        self._places = {
-            Region(
-                index,
-                tuple(side.start for side in self._pieces[name]),
-                tuple(side.stop - side.start for side in self._pieces[name]),
-            ): self._tensors[name]
-            for name, index in table.index().items()
-        }
+        cuts = Cuts(table)
+        self._places = {}
+        for name, index in table.index().items():
+            begin = tuple(side.start for side in self._pieces[name])
+            sizes = tuple(side.stop - side.start for side in self._pieces[name])
+            # A tensor larger than a group is in several: in each, another piece of the part.
+            for _, piece in cuts.cut(Region(index, begin, sizes)):
+                place = cut_out(self._tensors[name], piece.offsets, piece.sizes, begin)
+                self._places[piece] = place
         return list(self._places)
 
     def landing(self, region: Region) -> Tensor | None:
-        return self._places[region]
+        place = self._places[region]
+        return place if place.is_contiguous() else None
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         for region, value in tensors.items():
