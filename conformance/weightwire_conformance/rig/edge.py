@@ -169,10 +169,6 @@ class PointedTarget(WeightTarget):
     def begin(self, version: int) -> None:
         self._inner.begin(version)
 
-    @property
-    def takes_pieces(self) -> bool:
-        return self._inner.takes_pieces
-
     def landing(self, region: Region) -> Tensor | None:
         return None if self._staged else self._inner.landing(region)
 
