@@ -19,11 +19,12 @@ from test_properties import apply_operations, apply_views, operations, view_step
 from weightwire.contract import ReceiverTransport, SenderTransport
 from weightwire.deadline import Deadline, Watch
 from weightwire.exchange import Exchange
-from weightwire.layout import runs, slot_layout
+from weightwire.layout import lay_out, runs, slot_layout
 from weightwire.memory import MemoryBackend
 from weightwire.pipeline import FetchPlan
 from weightwire.placements import LocalShard
 from weightwire.report import Phases
+from weightwire.routes import Served, route
 from weightwire.send_plan import SendPlan
 from weightwire.sources import MappingSource, WireRules, resolve
 from weightwire.tables import build_table
@@ -48,6 +49,10 @@ def local_box(shape, cuts, mesh, coordinate):
             step = max(1, -(-numbers.shape[dim] // parts))
             numbers = np.split(numbers, range(step, step * parts, step), axis=dim)[at]
     return numbers
+
+
+def raw(tensor):
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Slots(SenderTransport):
@@ -86,6 +91,7 @@ class Reader(ReceiverTransport):
 
     def set_plan(self, table, regions):
         self.table, self.regions = table, regions
+        self.routes = route(Served(table), regions)
 
     def begin(self, offer):
         pass
@@ -98,11 +104,24 @@ class Reader(ReceiverTransport):
             layout = slot_layout(self.table, group, rank)
             for position, memory in regions.items():
                 region = self.regions[position]
-                raw = memory.view(-1).view(torch.uint8) if memory.numel() else memory
                 for at, to, n in zip(*runs(layout, region.tensor, region), strict=True):
-                    raw[to : to + n] = owner.slots[group][at : at + n]
+                    raw(memory)[to : to + n] = owner.slots[group][at : at + n]
             seals.append(owner.seals[group])
+        self.compare(group, regions)
         return seals
+
+    def compare(self, group, regions):
+        """What the vectorised planner would have read into one slot is the same."""
+        places, nbytes = lay_out(
+            [(memory.dtype, tuple(memory.shape)) for memory in regions.values()]
+        )
+        slot = torch.zeros(nbytes, dtype=torch.uint8)
+        at = np.flatnonzero(self.routes.group == group)
+        columns = (self.routes.owner, self.routes.source, self.routes.target, self.routes.nbytes)
+        for owner, source, target, n in zip(*(column[at] for column in columns), strict=True):
+            slot[target : target + n] = self.owners[owner].slots[group][source : source + n]
+        for place, memory in zip(places, regions.values(), strict=True):
+            assert torch.equal(place.flat(slot).view(torch.uint8), raw(memory))
 
     def finish(self):
         pass

@@ -189,7 +189,7 @@ class Commands:
         self._instrument(backend)
         leaves = oracle.model(model, sizes)
         ranks = options["rank"], options["world_size"]
-        placed = Placed(placement, rendezvous, *ranks, options["timeout"]) if placement else None
+        placed = Placed(placement, rendezvous, *ranks) if placement else None
         if placed:
             self._leavings.spare_ports()
         cuts = placed.cuts(leaves) if placed else oracle.whole

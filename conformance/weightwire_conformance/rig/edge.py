@@ -17,6 +17,7 @@ from weightwire.contract import (
     SenderTransport,
 )
 from weightwire.cuts import Cuts
+from weightwire.fingerprint import Fingerprint
 from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
@@ -165,6 +166,13 @@ class PointedTarget(WeightTarget):
     @property
     def takes_pieces(self) -> bool:
         return self._inner.takes_pieces
+
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    def fingerprint(self, version: int) -> Fingerprint | None:
+        return self._inner.fingerprint(version)
 
     def begin(self, version: int) -> None:
         self._inner.begin(version)

@@ -8,6 +8,7 @@ THEMES = {
     "views": "checkpoint tensors arrive from a trainer that holds others",
     "versions": "versions follow each other",
     "membership": "receivers and senders come and go",
+    "worlds": "sides of several ranks act as one",
     "failures": "a failure is told, and doesn't last",
     "deadlines": "no wait outlasts its deadline",
     "tables": "what doesn't fit is refused before a byte moves",
