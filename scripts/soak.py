@@ -25,6 +25,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "soak.json")
+    parser.add_argument("--all", action="store_true", help="also tests that aren't soak")
+    parser.add_argument("-k", default="", help="only tests whose names match")
     parser.add_argument("tests", nargs="*", help="folders or files; all by default")
     arguments = parser.parse_args()
     print(f"soak with seed {arguments.seed}", flush=True)
@@ -32,7 +34,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "junit.xml"
         command = [
-            *(sys.executable, "-m", "pytest", "-m", "soak", "--timeout", "3600"),
+            *(sys.executable, "-m", "pytest", "--timeout", "3600"),
+            *(() if arguments.all else ("-m", "soak")),
+            *(("-k", arguments.k) if arguments.k else ()),
             *("-o", "junit_family=xunit2", f"--junitxml={report}"),
             *arguments.tests,
         ]

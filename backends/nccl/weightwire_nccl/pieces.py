@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch
 from weightwire.table import Region, Shard, TensorTable
 
@@ -44,6 +45,8 @@ class Piece:
         region: position in the reader's regions.
         tensor: index into the table's tensors.
         begin, end: in the tensor's global index space.
+        is_shard, is_region: whether it is all of the owner's shard, or of the region;
+            with thousands of small tensors cutting each costs more than sending them.
     """
 
     region: int
@@ -51,6 +54,8 @@ class Piece:
     begin: Point
     end: Point
     nbytes: int
+    is_shard: bool
+    is_region: bool
 
     @property
     def sizes(self) -> Point:
@@ -94,19 +99,21 @@ class ReadPlan:
     def __init__(self, table: TensorTable, regions: Sequence[Region], bucket_bytes: int) -> None:
         self._table = table
         self._bucket_bytes = bucket_bytes
-        self._by_tensor: dict[int, list[tuple[int, Region]]] = {}
+        cuts = Cuts(table)
+        self._by_group: dict[int, dict[int, list[tuple[int, Region]]]] = {}
         for position, region in enumerate(regions):
-            self._by_tensor.setdefault(region.tensor, []).append((position, region))
+            in_group = self._by_group.setdefault(cuts.group_of(region), {})
+            in_group.setdefault(region.tensor, []).append((position, region))
 
     def channel(self, shards: Mapping[int, Shard]) -> ChannelPlan:
         """Of the owner that holds these shards, by tensor."""
         groups = {}
-        for group, members in enumerate(self._table.groups):
+        for group, by_tensor in sorted(self._by_group.items()):
             pieces = [
                 piece
-                for i in members.tensors
-                if i in self._by_tensor and i in shards
-                for position, region in self._by_tensor[i]
+                for i in self._table.groups[group].tensors
+                if i in by_tensor and i in shards
+                for position, region in by_tensor[i]
                 for piece in self._pieces(position, region, shards[i])
             ]
             if pieces:
@@ -125,7 +132,9 @@ class ReadPlan:
             return
         itemsize = self._table.tensors[region.tensor].torch_dtype.itemsize
         for low, high, nbytes in _split(begin, end, itemsize, self._bucket_bytes):
-            yield Piece(position, region.tensor, low, high, nbytes)
+            sizes = tuple(e - b for b, e in zip(low, high, strict=True))
+            is_shard, is_region = sizes == shard.sizes, sizes == region.sizes
+            yield Piece(position, region.tensor, low, high, nbytes, is_shard, is_region)
 
     def _messages(self, pieces: Sequence[Piece]) -> Iterator[Message]:
         most = min(PACKED, self._bucket_bytes)

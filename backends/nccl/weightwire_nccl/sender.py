@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weightwire.contract import Context, Offer, Seal, SenderTransport
 from weightwire.errors import ConfigError, TableMismatch, TransferError, WeightWireError
+from weightwire.layout import slot_layout
 from weightwire.table import Shard, TensorTable
 from weightwire_nccl.channels import Channel, Owner, receive_plan, seal_bound
 from weightwire_nccl.config import NcclConfig
@@ -60,6 +61,7 @@ class NcclSender(SenderTransport):
         self._table: TensorTable | None = None
         self._table_digest = ""
         self._shards: dict[int, Shard] = {}
+        self._parts: list[dict[int, Shard]] = []
         self._seals: list[int] = []
         self._epoch: Epoch | None = None
         self._end: Owner | None = None
@@ -74,6 +76,7 @@ class NcclSender(SenderTransport):
         rank = self._context.rank
         self._table, self._table_digest = table, table.digest()
         self._shards = shards_by_owner(table).get(rank, {})
+        self._parts = [slot_layout(table, g, rank).shards for g in range(len(table.groups))]
         self._seals = [
             seal_bound(sum(i in self._shards for i in group.tensors)) for group in table.groups
         ]
@@ -169,7 +172,7 @@ class NcclSender(SenderTransport):
         staging = Staging(epoch.device, self._config.bucket_bytes)
         if self._end is not None and not fresh:
             staging = self._end.staging
-        self._end = Owner(epoch, staging, channels, self._shards, self._seals)
+        self._end = Owner(epoch, staging, channels, self._parts, self._seals)
         self._end.start(policy)
         self.path = describe_route(opening, epoch, fresh=fresh)
 

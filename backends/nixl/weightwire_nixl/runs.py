@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightwire.cuts import Cuts
 from weightwire.layout import Place, SlotLayout, lay_out, slot_layout
 from weightwire.table import Region, Shard, TensorTable
 
@@ -67,14 +68,15 @@ def rebased(offsets: Offsets, nbytes: Offsets, base: int, device: int) -> NDArra
 
 def plan_groups(table: TensorTable, regions: Sequence[Region]) -> dict[int, GroupPlan]:
     """What to read, by group.  The slot is laid out as core lays it out: region by region."""
-    by_tensor: dict[int, list[int]] = {}
+    cuts = Cuts(table)
+    by_group: dict[int, dict[int, list[int]]] = {}
     for position, region in enumerate(regions):
-        by_tensor.setdefault(region.tensor, []).append(position)
+        in_group = by_group.setdefault(cuts.group_of(region), {})
+        in_group.setdefault(region.tensor, []).append(position)
     plans = {}
-    for group, members in enumerate(table.groups):
+    for group, by_tensor in sorted(by_group.items()):
+        members = table.groups[group]
         positions = [p for i in members.tensors for p in by_tensor.get(i, ())]
-        if not positions:
-            continue
         places, nbytes = lay_out(
             [(table.tensors[regions[p].tensor].torch_dtype, regions[p].sizes) for p in positions]
         )
@@ -99,15 +101,23 @@ def plan_groups(table: TensorTable, regions: Sequence[Region]) -> dict[int, Grou
 
 def extents(layout: SlotLayout) -> tuple[Offsets, Offsets]:
     """First byte and length of each tensor that isn't empty, in the slot's order."""
-    found = [(place.begin, place.nbytes) for _, _, place in _pieces(layout) if place.nbytes]
+    found = [(place.begin, place.nbytes) for place in layout.places.values() if place.nbytes]
     both = np.array(found, dtype=np.uint64).reshape(-1, 2)
     return both[:, 0].copy(), both[:, 1].copy()
 
 
 def _pieces(layout: SlotLayout) -> Iterator[tuple[int, Shard, Place]]:
-    """Everything that an owner serves of a group: tensor, shard, where it lies."""
+    """Everything that an owner serves of a group: tensor, box, where it lies row by row."""
     for tensor, place in layout.places.items():
-        yield tensor, layout.shards[tensor], place
+        shard = layout.shards[tensor]
+        if not place.borders:
+            yield tensor, shard, place
+            continue
+        for tile in place.tiles():
+            nbytes = math.prod(tile.shape) * place.dtype.itemsize
+            begin = (*shard.offsets[:-1], shard.offsets[-1] + tile.column)
+            block = Place(tile.begin, nbytes, place.dtype, tile.shape)
+            yield tensor, Shard(shard.owner, begin, tile.shape), block
 
 
 def _runs_of(layout: SlotLayout, placed: dict[int, list[tuple[Region, Place]]]) -> Runs | None:

@@ -20,7 +20,7 @@ from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
-from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
@@ -59,7 +59,7 @@ class NixlSender(SenderTransport):
         self._config = config
         self._device = device_of(config.device)
         self._fabric = choose_fabric(self._device)
-        self._discovery: Discovery = SessionDiscovery()
+        self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
         self.counters = Counters()
         self._agent: Agent | None = None
@@ -360,6 +360,8 @@ class NixlSender(SenderTransport):
                     found.append(reader)
             return found
 
+        if not missing():
+            return
         self._context.watch.until(
             soon(lambda: not missing()),
             f"credit for group {slot.group}",

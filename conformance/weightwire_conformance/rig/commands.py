@@ -196,7 +196,10 @@ class Commands:
         tensors = oracle.source(leaves, 0, seed, None, cuts)
         given = placed.place(leaves, tensors) if placed else tensors
         handle = weightwire.open_sender(
-            backend, session=session, source=edge.PointedSource(given, self._points), **options
+            backend,
+            session=session,
+            source=edge.PointedSource(given, self._points, oracle.CONVERSIONS.get(model)),
+            **options,
         )
         self._open = _Member(handle, leaves, tensors, seed, cuts, placed)
         return {"pid": os.getpid(), "incarnation": handle.incarnation}

@@ -16,9 +16,12 @@ from weightwire.contract import (
     Seal,
     SenderTransport,
 )
+from weightwire.cuts import Cuts
+from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
+from weightwire.views import View, record_views
 from weightwire_conformance.rig.points import Points
 
 __all__ = ["PartTarget", "PointedSource", "instrument", "point_target"]
@@ -117,16 +120,29 @@ def _flip(tensors: Mapping[int, Tensor]) -> None:
     raw[raw.numel() // 2] ^= 4
 
 
-class PointedSource(WeightSource):
-    """A trainer's tensors."""
+Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
-    def __init__(self, tensors: Mapping[str, Tensor], points: Points) -> None:
+
+class PointedSource(WeightSource):
+    """A trainer's tensors.
+
+    Args:
+        convert: what the trainer does to save its checkpoints, where those are others.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], points: Points, convert: Convert | None = None
+    ) -> None:
         self._tensors = tensors
         self._points = points
+        self._convert = convert
 
     def tensors(self) -> Mapping[str, Tensor]:
         self._points.reach("source.tensors")
         return self._tensors
+
+    def views(self, given: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Sequence[View]:
+        return () if self._convert is None else record_views(given, self._convert)
 
 
 def point_target(target: WeightTarget, points: Points, *, staged: bool) -> WeightTarget:
@@ -170,37 +186,26 @@ class PartTarget(WeightTarget):
     ) -> None:
         self._tensors = tensors
         self._pieces = pieces
-        self._names: dict[int, str] = {}
+        self._places: dict[Region, Tensor] = {}
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
-        self._names = {index: name for name, index in table.index().items()}
-        return [
-            Region(
-                index,
-                tuple(side.start for side in self._pieces[name]),
-                tuple(side.stop - side.start for side in self._pieces[name]),
-            )
-            for index, name in self._names.items()
-        ]
-
-    @property
-    def takes_pieces(self) -> bool:
-        return True
-
-    def _place(self, region: Region) -> Tensor:
-        name = self._names[region.tensor]
-        begins = [
-            at - side.start for at, side in zip(region.offsets, self._pieces[name], strict=True)
-        ]
-        sizes = zip(begins, region.sizes, strict=True)
-        return self._tensors[name][tuple(slice(begin, begin + size) for begin, size in sizes)]
+        cuts = Cuts(table)
+        self._places = {}
+        for name, index in table.index().items():
+            begin = tuple(side.start for side in self._pieces[name])
+            sizes = tuple(side.stop - side.start for side in self._pieces[name])
+            # A tensor larger than a group is in several: in each, another piece of the part.
+            for _, piece in cuts.cut(Region(index, begin, sizes)):
+                place = cut_out(self._tensors[name], piece.offsets, piece.sizes, begin)
+                self._places[piece] = place
+        return list(self._places)
 
     def landing(self, region: Region) -> Tensor | None:
-        place = self._place(region)
+        place = self._places[region]
         return place if place.is_contiguous() else None
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         for region, value in tensors.items():
-            place = self._place(region)
+            place = self._places[region]
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)

@@ -39,6 +39,8 @@ class _Reader:
 class MemorySender(SenderTransport):
     """Stages groups into one slot (two with ``overlap``) that receivers map."""
 
+    column_blocks = True
+
     def __init__(self, context: Context) -> None:
         config = context.config
         assert isinstance(config, MemoryConfig)  # noqa: S101 - core validated it
