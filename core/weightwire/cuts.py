@@ -33,6 +33,12 @@ class Cuts:
                     self._parts.setdefault(tensor, []).append((group, members.parts[tensor]))
         for found in self._parts.values():
             found.sort(key=lambda pair: pair[1].offsets)
+        # Most regions of a tensor that is cut are just its parts: found without a search.
+        self._exact = {
+            (tensor, part.offsets, part.sizes): group
+            for tensor, found in self._parts.items()
+            for group, part in found
+        }
 
     def is_cut(self, tensor: int) -> bool:
         """Whether a tensor travels in more than one group."""
@@ -77,6 +83,9 @@ class Cuts:
         Raises:
             TableMismatch: it travels in more than one.
         """
+        exact = self._exact.get((region.tensor, region.offsets, region.sizes))
+        if exact is not None:
+            return exact
         pieces = self.cut(region)
         if len(pieces) != 1:
             raise TableMismatch(

@@ -156,3 +156,42 @@ def test_parameters_that_were_rebound_or_offloaded_and_loaded_again(tmp_path):
         arrives(4)
         module.weight = torch.nn.Parameter(value(5))
         arrives(5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_matrices_in_blocks_of_columns_arrive_by_every_kind_of_target(tmp_path, overlap):
+    weight, bias = torch.randn(256, 1024), torch.randn(1024).bfloat16()
+    plain = {"w": torch.zeros(256, 1024, dtype=torch.bfloat16), "b": torch.zeros_like(bias)}
+    turned = torch.zeros(1024, 256, dtype=torch.bfloat16).t()
+    strided = {"w": turned, "b": torch.zeros_like(bias)}
+    url = f"file://{tmp_path / 'session'}"
+    backend = {"backend": "memory", "column_blocks": True}
+    with (
+        weightwire.open_sender(
+            backend,
+            session=url,
+            source={"w": weight, "b": bias},
+            wire_dtype="bfloat16",
+            verify="full",
+            group_bytes=300 << 10,
+            overlap=overlap,
+            min_receivers=2,
+        ) as sender,
+        weightwire.open_receiver(
+            "memory", session=url, target=plain, receiver_id="r0", overlap=overlap
+        ) as first,
+        weightwire.open_receiver(
+            "memory", session=url, target=strided, receiver_id="r1", overlap=overlap
+        ) as second,
+    ):
+        threads = [threading.Thread(target=r.receive, args=(30,)) for r in (first, second)]
+        for thread in threads:
+            thread.start()
+        sender.send(1, timeout=30)
+        for thread in threads:
+            thread.join()
+        blocks = [entry.blocks for entry in sender._ours.table.tensors]
+    assert blocks == [4, 1]
+    for held in (plain, strided):
+        assert torch.equal(held["w"], weight.bfloat16())
+        assert torch.equal(held["b"], bias)

@@ -85,7 +85,7 @@ def test_runs_bring_what_slicing_brings(seed: int) -> None:
             for s, t, n in zip(runs.source, runs.target, runs.nbytes, strict=True):
                 arrived[int(t) : int(t + n)] = slot[int(s) : int(s + n)]
             # The same from tensors that lie apart.
-            begins, nbytes = extents(slot_layout(table, group, owner))
+            begins, nbytes = extents(table, group, owner)
             cut, places = split_by_place(runs, begins, nbytes)
             bases = begins + np.uint64(1000) * np.arange(1, len(begins) + 1, dtype=np.uint64)
             found = located(cut, places, begins, bases)

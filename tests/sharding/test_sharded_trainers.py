@@ -46,7 +46,7 @@ def trainer(tmp_path: Path):
         process.communicate()
 
 
-@pytest.mark.parametrize("backend", ["memory", "filesystem"])
+@pytest.mark.parametrize("backend", ["memory", "filesystem", "nccl"])
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, backend, trainer, tmp_path):
     ranks = trainer(world, backend)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from weightwire.layout import count_reads
+from weightwire.routes import Served, route
 from weightwire.sources import Spec
 from weightwire.table import Shard, TensorEntry
 from weightwire.tables import build_table
@@ -105,12 +106,17 @@ def table_of(trainers, *, blocks):
 def test_a_rank_pulls_what_it_needs_in_few_descriptors(trainers):
     table = table_of(trainers, blocks=True)
     pulled = torch.zeros(len(table.tensors), dtype=torch.int64)
+    served = Served(table)
     for rank in range(TP):
         tape, needed = traced(rank)
         program = compile_tape(tape, table)
         counts = count_reads(table, program.regions).values()
         assert sum(count.nbytes for count in counts) <= 1.05 * needed
         assert sum(count.descriptors for count in counts) <= 100_000
+        # The vectorised planner comes to the same, by other means.
+        routes = route(served, program.regions)
+        assert int(routes.nbytes.sum()) == sum(count.nbytes for count in counts)
+        assert len(routes) <= sum(count.descriptors for count in counts)
         for region in program.regions:
             pulled[region.tensor] += math.prod(region.sizes)
         assert_disjoint(program.regions)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from weightwire.contract import Policy, Seal
 from weightwire.errors import TableMismatch, TransferError
-from weightwire.table import Region, Shard
+from weightwire.table import Region
 from weightwire_nccl.epoch import Epoch
-from weightwire_nccl.pieces import ChannelPlan, Message, Piece
+from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message, Piece
 from weightwire_nccl.records import HEADER_BYTES, Header, decode
 from weightwire_nccl.staging import Staging, raw, unpack
 from weightwire_nccl.wire import Wire, Work
@@ -94,7 +94,7 @@ class Owner(_End):
     """A trainer rank's end of its channels.
 
     Args:
-        shards: of this rank, by group and tensor: what of them travels there.
+        shards: of this rank.
         seals: most bytes of a seal, by group.
 
     Attributes:
@@ -106,7 +106,7 @@ class Owner(_End):
         epoch: Epoch,
         staging: Staging,
         channels: Sequence[Channel],
-        shards: Sequence[Mapping[int, Shard]],
+        shards: GroupShards,
         seals: Sequence[int],
     ) -> None:
         super().__init__(epoch, staging, channels)
@@ -144,18 +144,15 @@ class Owner(_End):
             for channel in channels:
                 messages = channel.plan.of_group(group)
                 if number < len(messages):
-                    self._send(channel, messages[number], tensors, self._shards[group])
+                    self._send(channel, group, messages[number], tensors)
         self._finish_messages()
         for reader, work in framed:
             self.epoch.complete(work, reader)
 
     def _send(
-        self,
-        channel: Channel,
-        message: Message,
-        tensors: Mapping[int, Tensor],
-        shards: Mapping[int, Shard],
+        self, channel: Channel, group: int, message: Message, tensors: Mapping[int, Tensor]
     ) -> None:
+        shards = self._shards[group]
         boxes = [
             tensors[piece.tensor]
             if piece.is_shard

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch
 from weightwire.table import Region, Shard, TensorTable
 
 __all__ = [
     "ChannelPlan",
+    "GroupShards",
     "Message",
     "Piece",
     "ReadPlan",
@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 Point = tuple[int, ...]
+GroupShards = Sequence[Mapping[int, Shard]]
+"""By group and tensor: an owner's shard, or what of it travels in that group."""
 
 LARGE = 256 << 10
 """Bytes from which on a piece travels by itself."""
@@ -99,22 +101,19 @@ class ReadPlan:
     def __init__(self, table: TensorTable, regions: Sequence[Region], bucket_bytes: int) -> None:
         self._table = table
         self._bucket_bytes = bucket_bytes
-        cuts = Cuts(table)
-        self._by_group: dict[int, dict[int, list[tuple[int, Region]]]] = {}
+        self._by_tensor: dict[int, list[tuple[int, Region]]] = {}
         for position, region in enumerate(regions):
-            in_group = self._by_group.setdefault(cuts.group_of(region), {})
-            in_group.setdefault(region.tensor, []).append((position, region))
+            self._by_tensor.setdefault(region.tensor, []).append((position, region))
 
-    def channel(self, shards: Mapping[int, Shard]) -> ChannelPlan:
-        """Of the owner that holds these shards, by tensor."""
+    def channel(self, held: GroupShards) -> ChannelPlan:
+        """Of the owner that holds these shards in each group."""
         groups = {}
-        for group, by_tensor in sorted(self._by_group.items()):
+        for group, shards in enumerate(held):
             pieces = [
                 piece
-                for i in self._table.groups[group].tensors
-                if i in by_tensor and i in shards
-                for position, region in by_tensor[i]
-                for piece in self._pieces(position, region, shards[i])
+                for i, shard in shards.items()
+                for position, region in self._by_tensor.get(i, ())
+                for piece in self._pieces(position, region, shard)
             ]
             if pieces:
                 groups[group] = tuple(self._messages(pieces))
@@ -171,12 +170,21 @@ def _split(
         yield from _split(low, high, itemsize, most)
 
 
-def shards_by_owner(table: TensorTable) -> dict[int, dict[int, Shard]]:
-    """By owner and tensor; a rank has at most one shard of a tensor."""
-    found: dict[int, dict[int, Shard]] = {}
-    for i, entry in enumerate(table.tensors):
-        for shard in entry.shards:
-            found.setdefault(shard.owner, {})[i] = shard
+def shards_by_owner(table: TensorTable) -> Mapping[int, GroupShards]:
+    """What each owner serves in each group; a rank has at most one shard of a tensor."""
+    found: dict[int, list[dict[int, Shard]]] = {}
+    for group, members in enumerate(table.groups):
+        for i in members.tensors:
+            part = members.parts.get(i)
+            for shard in table.tensors[i].shards:
+                if part is not None:
+                    here = part.meet(shard.offsets, shard.sizes)
+                    if here is None:
+                        continue
+                    shard = Shard(shard.owner, here.offsets, here.sizes)
+                if shard.owner not in found:
+                    found[shard.owner] = [{} for _ in table.groups]
+                found[shard.owner][group][i] = shard
     return found
 
 

@@ -16,8 +16,6 @@ from weightwire.contract import (
     Seal,
     SenderTransport,
 )
-from weightwire.cuts import Cuts
-from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
@@ -186,26 +184,37 @@ class PartTarget(WeightTarget):
     ) -> None:
         self._tensors = tensors
         self._pieces = pieces
-        self._places: dict[Region, Tensor] = {}
+        self._names: dict[int, str] = {}
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
-        cuts = Cuts(table)
-        self._places = {}
-        for name, index in table.index().items():
-            begin = tuple(side.start for side in self._pieces[name])
-            sizes = tuple(side.stop - side.start for side in self._pieces[name])
-            # A tensor larger than a group is in several: in each, another piece of the part.
-            for _, piece in cuts.cut(Region(index, begin, sizes)):
-                place = cut_out(self._tensors[name], piece.offsets, piece.sizes, begin)
-                self._places[piece] = place
-        return list(self._places)
+        self._names = {index: name for name, index in table.index().items()}
+        return [
+            Region(
+                index,
+                tuple(side.start for side in self._pieces[name]),
+                tuple(side.stop - side.start for side in self._pieces[name]),
+            )
+            for index, name in self._names.items()
+        ]
+
+    @property
+    def takes_pieces(self) -> bool:
+        return True
+
+    def _place(self, region: Region) -> Tensor:
+        name = self._names[region.tensor]
+        begins = [
+            at - side.start for at, side in zip(region.offsets, self._pieces[name], strict=True)
+        ]
+        sizes = zip(begins, region.sizes, strict=True)
+        return self._tensors[name][tuple(slice(begin, begin + size) for begin, size in sizes)]
 
     def landing(self, region: Region) -> Tensor | None:
-        place = self._places[region]
+        place = self._place(region)
         return place if place.is_contiguous() else None
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         for region, value in tensors.items():
-            place = self._places[region]
+            place = self._place(region)
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)

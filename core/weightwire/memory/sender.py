@@ -39,13 +39,12 @@ class _Reader:
 class MemorySender(SenderTransport):
     """Stages groups into one slot (two with ``overlap``) that receivers map."""
 
-    column_blocks = True
-
     def __init__(self, context: Context) -> None:
         config = context.config
         assert isinstance(config, MemoryConfig)  # noqa: S101 - core validated it
         self._context = context
         self._config = config
+        self.column_blocks = config.column_blocks
         self._directory = config.directory or default_directory()
         if not self._directory.is_dir():
             raise ConfigError(
