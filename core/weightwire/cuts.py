@@ -6,6 +6,7 @@ is cut into parts, and each region of it that is read lies in one of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from weightwire.errors import TableMismatch
@@ -32,6 +33,12 @@ class Cuts:
                     self._parts.setdefault(tensor, []).append((group, members.parts[tensor]))
         for found in self._parts.values():
             found.sort(key=lambda pair: pair[1].offsets)
+        # Most regions of a tensor that is cut are just its parts: found without a search.
+        self._exact = {
+            (tensor, part.offsets, part.sizes): group
+            for tensor, found in self._parts.items()
+            for group, part in found
+        }
 
     def is_cut(self, tensor: int) -> bool:
         """Whether a tensor travels in more than one group."""
@@ -57,12 +64,28 @@ class Cuts:
                 pieces.append((group, Region(region.tensor, common.offsets, common.sizes)))
         return pieces
 
+    def cut_blocks(self, region: Region) -> list[Region]:
+        """A region's pieces by blocks of columns; the region itself where there are none."""
+        entry = self._table.tensors[region.tensor]
+        if entry.blocks == 1 or 0 in region.sizes:
+            return [region]
+        width = entry.shape[-1] // entry.blocks
+        begin, end = region.offsets[-1], region.offsets[-1] + region.sizes[-1]
+        edges = [begin, *range(begin // width * width + width, end, width), end]
+        return [
+            Region(region.tensor, (*region.offsets[:-1], a), (*region.sizes[:-1], b - a))
+            for a, b in itertools.pairwise(edges)
+        ]
+
     def group_of(self, region: Region) -> int:
         """The group in which a region travels.
 
         Raises:
             TableMismatch: it travels in more than one.
         """
+        exact = self._exact.get((region.tensor, region.offsets, region.sizes))
+        if exact is not None:
+            return exact
         pieces = self.cut(region)
         if len(pieces) != 1:
             raise TableMismatch(

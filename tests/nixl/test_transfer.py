@@ -17,7 +17,8 @@ def prepared(*sides: Side) -> list[list[int]]:
 
 def test_the_path_that_ucx_takes_is_the_one_reported(make_fleet: MakeFleet, way: Way) -> None:
     fleet = make_fleet(way)
-    sender, replica = fleet.sender(model="big"), fleet.receiver(model="big")
+    sender = fleet.sender(model="big", group_bytes=1 << 20)
+    replica = fleet.receiver(model="big")
     receiving = replica.start("receive")
     sent = sender.send(1, wait="applied")[0]
     received = receiving.results()[0]

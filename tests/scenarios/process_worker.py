@@ -288,6 +288,21 @@ class SteppedBackend(Backend):
         return SteppedReceiver(self._inner.open_receiver(context))
 
 
+def point_at_transfers() -> None:
+    """A point at which a NIXL transfer of this process is under way: posted, and not done."""
+    from weightwire_nixl.agent import Transfer
+
+    post = Transfer.post
+
+    def pointed(transfer: Transfer, message: bytes = b"") -> bool:
+        done = post(transfer, message)
+        if not done:
+            reach("transfer.posted")
+        return done
+
+    Transfer.post = pointed  # type: ignore[method-assign]
+
+
 class MissingLibraryBackend(SteppedBackend):
     """Installed, but its library isn't."""
 
@@ -686,6 +701,7 @@ def do_nixl(name: str = "main") -> dict[str, Any]:
         "agent": agent.name if agent is not None else None,
         "peers": len(agent._peers) if agent is not None else 0,
         "aside": len(transport._aside) if hasattr(transport, "_aside") else 0,
+        "arena": hashlib.blake2b(transport._slots._memory.numpy()).hexdigest(),
         "slots": [slot.index for slot in transport._pool if slot.outstanding]
         if hasattr(transport, "_pool")
         else [],
@@ -909,6 +925,7 @@ def become_worker(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, _interrupt)
     torch.set_num_threads(1)
     install_plugins()
+    point_at_transfers()
     report_waits()
     serve()
 

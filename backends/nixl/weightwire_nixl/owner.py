@@ -12,7 +12,7 @@ from weightwire_nixl.arena import Slots, Words, word_address
 from weightwire_nixl.delivery import plan_parts
 from weightwire_nixl.live import located, split_by_place
 from weightwire_nixl.route import Route
-from weightwire_nixl.runs import GroupPlan, rebased
+from weightwire_nixl.runs import GroupPlan, extents, rebased
 from weightwire_nixl.wire import Live, SenderInfo, encode
 
 __all__ = ["Owner"]
@@ -114,7 +114,7 @@ class Owner:
         if known is not None:
             known[1].release()
         plan = self._plans[group]
-        begins, nbytes = plan.layouts[self.rank]
+        begins, nbytes = extents(plan.table, group, self.rank)
         runs, places = split_by_place(plan.owners[self.rank], begins, nbytes)
         if len(live.bases) != 8 * len(begins):
             raise TransferError(

@@ -20,7 +20,7 @@ from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
-from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
@@ -57,9 +57,10 @@ class NixlSender(SenderTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self._device = device_of(config.device)
+        self.column_blocks = not config.zero_copy  # live tensors lie row by row
+        self._device = device_of(config.device, context.device)
         self._fabric = choose_fabric(self._device)
-        self._discovery: Discovery = SessionDiscovery()
+        self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
         self.counters = Counters()
         self._agent: Agent | None = None
@@ -88,8 +89,13 @@ class NixlSender(SenderTransport):
         rank = self._context.rank
         layouts = {group: slot_layout(table, group, rank) for group in range(len(table.groups))}
         self._group_nbytes = {group: layout.nbytes for group, layout in layouts.items()}
+        if self._config.zero_copy:
+            _refuse_blocks(table, rank)
         self._live_layouts = {
-            group: ([i for i, place in layout.places.items() if place.nbytes], *extents(layout))
+            group: (
+                [i for i, place in layout.places.items() if place.nbytes],
+                *extents(table, group, rank),
+            )
             for group, layout in layouts.items()
             if self._config.zero_copy
         }
@@ -360,6 +366,8 @@ class NixlSender(SenderTransport):
                     found.append(reader)
             return found
 
+        if not missing():
+            return
         self._context.watch.until(
             soon(lambda: not missing()),
             f"credit for group {slot.group}",
@@ -535,3 +543,12 @@ class NixlSender(SenderTransport):
         self._known, self._readers, self._deliveries = {}, {}, []
         self._early.clear()
         self.path = ""
+
+
+def _refuse_blocks(table: TensorTable, rank: int) -> None:
+    for entry in table.tensors:
+        if entry.blocks > 1 and any(shard.owner == rank for shard in entry.shards):
+            raise ConfigError(
+                f"nixl option zero_copy: tensor {entry.name!r} must be staged in "
+                f"{entry.blocks} blocks of columns: use zero_copy=False"
+            )

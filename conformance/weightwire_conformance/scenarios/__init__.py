@@ -5,6 +5,7 @@ __all__ = ["THEMES"]
 THEMES = {
     "tensors": "every tensor arrives, byte for byte",
     "placements": "shards of any placement become whole tensors",
+    "views": "checkpoint tensors arrive from a trainer that holds others",
     "versions": "versions follow each other",
     "membership": "receivers and senders come and go",
     "worlds": "sides of several ranks act as one",
