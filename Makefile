@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENV := HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
 
-.PHONY: setup demo test soak lint format wheel clean
+.PHONY: setup demo test soak families lint format wheel clean
 
 setup: $(VENV)/.ready
 
@@ -23,6 +23,14 @@ test: setup
 
 soak: setup
 	$(ENV) $(BIN)/python scripts/soak.py $(ARGS)
+
+# Every model family against a cold engine; writes the table in docs/vllm.md.
+families: setup
+	$(ENV) $(BIN)/python scripts/soak.py --all --out results/families.json $(FAMILIES)
+	$(BIN)/python scripts/families_table.py results/families.json
+
+FAMILIES := tests/vllm/test_families.py tests/vllm/test_tensor_parallel.py \
+	tests/vllm/test_data_parallel.py
 
 lint: setup
 	$(BIN)/ruff format --check .

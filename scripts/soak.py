@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "soak.json")
+    parser.add_argument("--all", action="store_true", help="also tests that aren't soak")
+    parser.add_argument("-k", default="", help="only tests whose names match")
+    parser.add_argument("--seconds", type=float, help="stop then; what is left isn't in the file")
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="not what passed there")
     parser.add_argument("tests", nargs="*", help="folders or files; all by default")
     arguments = parser.parse_args()
     print(f"soak with seed {arguments.seed}", flush=True)
@@ -32,12 +37,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "junit.xml"
         command = [
-            *(sys.executable, "-m", "pytest", "-m", "soak", "--timeout", "3600"),
+            *(sys.executable, "-m", "pytest", "--timeout", "3600"),
+            *(() if arguments.all else ("-m", "soak")),
+            *(("-k", arguments.k) if arguments.k else ()),
             *("-o", "junit_family=xunit2", f"--junitxml={report}"),
+            *(f"--deselect={test}" for path in arguments.done for test in _passed(path)),
             *arguments.tests,
         ]
         environment = {**os.environ, "WEIGHTWIRE_SEED": str(arguments.seed)}
-        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        code = _run(command, environment, arguments.seconds)
         tests = _read(report) if report.exists() else []
     result = {
         "commit": _git("rev-parse", "HEAD"),
@@ -57,6 +65,26 @@ def main() -> int:
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"wrote {arguments.out}")
     return code
+
+
+def _run(command: list[str], environment: dict[str, str], seconds: float | None) -> int:
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest then writes what it has
+        return process.wait(60)
+    finally:
+        process.kill()
+
+
+def _passed(path: Path) -> list[str]:
+    tests = json.loads(path.read_text())["tests"]
+    names = [test["test"] for test in tests if test["outcome"] == "passed"]
+    return [
+        module.replace(".", "/") + ".py::" + name
+        for module, _, name in (name.partition("::") for name in names)
+    ]
 
 
 def _read(report: Path) -> list[dict[str, object]]:

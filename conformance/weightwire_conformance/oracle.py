@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CONVERSIONS",
     "MODELS",
     "Cut",
     "Cuts",
@@ -56,6 +57,7 @@ class Leaf:
         kind: any ``bits``, or ordinary ``numbers`` that a cast leaves meaningful.
         cast: dtype on the wire and at the receiver, where it isn't the trainer's.
         tied: name of the tensor whose memory it shares.
+        taken: for a checkpoint tensor: the trainer's, and of which expert which rows it is.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Leaf:
     kind: Kind = "bits"
     cast: torch.dtype | None = None
     tied: str | None = None
+    taken: tuple[Leaf, int, int, int] | None = None
 
 
 Model = Sequence[Leaf]
@@ -262,12 +265,59 @@ def _escaping() -> Iterable[Leaf]:
     yield Leaf("../outside.weight", (4,), torch.float32)
 
 
+def _fused(count: int = 2, experts: int = 4, width: int = 5) -> Iterable[Leaf]:
+    """Experts as a trainer holds them: all of a layer in one tensor, gate above up."""
+    yield Leaf("embed.weight", (7, width), torch.bfloat16)
+    for i in range(count):
+        yield Leaf(f"layers.{i}.norm.weight", (width,), torch.float32)
+        yield Leaf(f"layers.{i}.gate_up", (experts, 6, width), torch.bfloat16)
+        yield Leaf(f"layers.{i}.down", (experts, width, 3), torch.float32)
+
+
+def _unfused(count: int = 2, experts: int = 4, width: int = 5) -> Iterable[Leaf]:
+    """The same under checkpoint names: one tensor an expert."""
+    for leaf in _fused(count, experts, width):
+        stem, _, last = leaf.name.rpartition(".")
+        taken = {"gate_up": (("gate", 0, 3), ("up", 3, 6)), "down": (("down", 0, width),)}
+        if last not in taken:
+            yield leaf
+        for name, begin, end in taken.get(last, ()):
+            for expert in range(experts):
+                yield Leaf(
+                    f"{stem}.experts.{expert}.{name}.weight",
+                    (end - begin, leaf.shape[2]),
+                    leaf.dtype,
+                    taken=(leaf, expert, begin, end),
+                )
+
+
+def _unfuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a trainer of fused experts does to save a checkpoint, copies and all."""
+    saved: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        stem, _, last = key.rpartition(".")
+        if last not in ("gate_up", "down"):
+            saved[key] = tensor
+            continue
+        parts = [part.contiguous() for part in tensor.chunk(2 if last == "gate_up" else 1, dim=1)]
+        names = ("gate", "up") if last == "gate_up" else ("down",)
+        for name, part in zip(names, parts, strict=True):
+            for expert, weight in enumerate(part.unbind(0)):
+                saved[f"{stem}.experts.{expert}.{name}.weight"] = weight
+    return saved
+
+
+CONVERSIONS = {"fused": _unfuse}
+"""By model, how its trainer makes checkpoint tensors of its own."""
+
+
 MODELS: Mapping[str, Callable[..., Iterable[Leaf]]] = {
     "buffers": _buffers,
     "dtypes": _dtypes,
     "empty": _empty,
     "escaping": _escaping,
     "extra": _extra,
+    "fused": _fused,
     "halves": _halves,
     "large": _large,
     "layers": _layers,
@@ -282,6 +332,7 @@ MODELS: Mapping[str, Callable[..., Iterable[Leaf]]] = {
     "tied": _tied,
     "tiny": _tiny,
     "twins": _twins,
+    "unfused": _unfused,
     "uneven": _uneven,
 }
 """By the name that scenarios use; each takes its sizes as keyword arguments."""
@@ -342,6 +393,9 @@ def _numbers(leaf: Leaf, version: int, seed: int) -> Tensor:
 
 def _stored(leaf: Leaf, version: int, seed: int) -> Tensor:
     """The trainer's values."""
+    if leaf.taken is not None:
+        fused, expert, begin, end = leaf.taken
+        return _stored(fused, version, seed)[expert, begin:end]
     make = _numbers if leaf.kind == "numbers" else _bits
     value = make(leaf, version, seed)
     return value[:, :1].expand(value.shape) if leaf.layout == "expanded" else value

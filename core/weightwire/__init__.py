@@ -33,10 +33,12 @@ from weightwire.errors import (
     WeightWireError,
 )
 from weightwire.hookspecs import hookimpl
+from weightwire.placements import LocalShard
 from weightwire.receiver import WeightReceiver, open_receiver
 from weightwire.report import Report, VersionRecord
 from weightwire.sender import WeightSender, open_sender
 from weightwire.sources import WeightSource
+from weightwire.streaming import StreamingSource
 from weightwire.targets import WeightTarget
 
 logging.getLogger("weightwire").addHandler(logging.NullHandler())
@@ -48,10 +50,12 @@ __all__ = [
     "Cancelled",
     "ConfigError",
     "HandleError",
+    "LocalShard",
     "PeerLost",
     "PluginError",
     "Report",
     "SessionError",
+    "StreamingSource",
     "TableMismatch",
     "TraceError",
     "TransferError",

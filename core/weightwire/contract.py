@@ -229,6 +229,11 @@ class SenderTransport(ABC):
     keep: int | None = None
     """How many finished versions stay readable; None keeps all.  Only with ``serves_finished``."""
 
+    column_blocks: bool = False
+    """If True, large matrices may lie in slots in blocks of columns (``Place.tiles``), so that
+    receivers of column slices read few long runs; ``slot`` then never returns None.  If False,
+    every tensor lies row by row.  Read before ``set_table``; equal on all ranks."""
+
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""
 
@@ -267,7 +272,8 @@ class SenderTransport(ABC):
         Args:
             group: index into the table's groups.
             tensors: by tensor index, contiguous, of the wire dtype and of the
-                shape of the shard this rank owns.  They lie in the slot when
+                shape of the shard this rank owns (of one that lies in blocks of
+                columns, its elements as they lie).  They lie in the slot when
                 there is one; otherwise they are unchanged until ``settle`` or
                 ``finish`` returns.
             seal: to be handed to whoever fetches this part.

@@ -6,6 +6,7 @@ is cut into parts, and each region of it that is read lies in one of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from weightwire.errors import TableMismatch
@@ -62,6 +63,19 @@ class Cuts:
             if common is not None:
                 pieces.append((group, Region(region.tensor, common.offsets, common.sizes)))
         return pieces
+
+    def cut_blocks(self, region: Region) -> list[Region]:
+        """A region's pieces by blocks of columns; the region itself where there are none."""
+        entry = self._table.tensors[region.tensor]
+        if entry.blocks == 1 or 0 in region.sizes:
+            return [region]
+        width = entry.shape[-1] // entry.blocks
+        begin, end = region.offsets[-1], region.offsets[-1] + region.sizes[-1]
+        edges = [begin, *range(begin // width * width + width, end, width), end]
+        return [
+            Region(region.tensor, (*region.offsets[:-1], a), (*region.sizes[:-1], b - a))
+            for a, b in itertools.pairwise(edges)
+        ]
 
     def group_of(self, region: Region) -> int:
         """The group in which a region travels.

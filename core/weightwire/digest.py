@@ -22,7 +22,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["SAMPLES", "Verify", "box_digest", "sample_digests", "tensor_key"]
+from weightwire.hostmemory import array_of
+
+__all__ = [
+    "SAMPLES",
+    "Verify",
+    "box_digest",
+    "box_digests",
+    "combine",
+    "sample_box_digests",
+    "sample_digests",
+    "tensor_key",
+]
 
 U64 = NDArray[np.uint64]
 Verify = Literal["off", "sample", "full"]
@@ -110,12 +121,109 @@ def sample_digests(tensors: Sequence[Tensor], keys: Sequence[int], version: int)
         index[np.repeat(total > SAMPLES, counts)] = places.ravel()
     bits = _gather(flats, index, begins, counts)
     wide = np.array([flat.element_size() == 8 for flat in flats])
+    sums = _sums(index, bits, begins, counts, key, wide)
+    for i, value in zip(kept, sums.tolist(), strict=True):
+        digests[i] = value
+    return digests
+
+
+def sample_box_digests(
+    boxes: Sequence[Tensor],
+    keys: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    offsets: Sequence[tuple[int, ...]],
+    version: int,
+) -> list[int]:
+    """Sample digests of boxes of one device, as ``box_digest`` gives them, in few passes.
+
+    Boxes of one tensor share its places.
+    """
+    digests = [0] * len(boxes)
+    places: dict[tuple[int, tuple[int, ...]], tuple[U64, tuple[NDArray[np.int64], ...]]] = {}
+    kept: list[int] = []
+    found: list[U64] = []
+    local: list[U64] = []
+    for i, box in enumerate(boxes):
+        if not box.numel():
+            continue
+        tensor = (keys[i], shapes[i])
+        if tensor not in places:
+            at = sample_places(math.prod(shapes[i]), keys[i], version).numpy()
+            index = np.unravel_index(at, shapes[i]) if shapes[i] else ()
+            places[tensor] = (at.astype(np.uint64), index)
+        at, index = places[tensor]
+        inside = np.ones(len(at), np.bool_)
+        for axis, offset, size in zip(index, offsets[i], box.shape, strict=True):
+            inside &= (axis >= offset) & (axis < offset + size)
+        if not inside.any():
+            continue
+        moved = tuple(axis[inside] - offset for axis, offset in zip(index, offsets[i], strict=True))
+        flat = np.ravel_multi_index(moved, tuple(box.shape)) if moved else np.zeros(1, np.int64)
+        kept.append(i)
+        found.append(at[inside])
+        local.append(np.asarray(flat).astype(np.uint64))
+    if not kept:
+        return digests
+    flats = [boxes[i].reshape(-1).view(_BITS[boxes[i].element_size()]) for i in kept]
+    counts = np.array([len(at) for at in found], np.int64)
+    begins = np.cumsum(counts) - counts
+    bits = _gather(flats, np.concatenate(local), begins, counts)
+    wide = np.array([flat.element_size() == 8 for flat in flats])
+    key = np.array([keys[i] for i in kept], np.int64).view(np.uint64)
+    sums = _sums(np.concatenate(found), bits, begins, counts, key, wide)
+    for i, value in zip(kept, sums.tolist(), strict=True):
+        digests[i] = value
+    return digests
+
+
+def _sums(
+    index: U64,
+    bits: U64,
+    begins: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    key: U64,
+    wide: NDArray[np.bool_],
+) -> U64:
+    """By tensor or box, the sum of mix(key, index, bits); see ``_mix``."""
     if wide.any():
         bits = np.where(np.repeat(wide, counts), _np_scramble(bits), bits)
     weight = _np_scramble(index * _u64(_GAMMA) + np.repeat(key, counts)) | _u64(1)
-    sums = np.add.reduceat((bits + _u64(1)) * weight, begins)
-    for i, value in zip(kept, sums.tolist(), strict=True):
-        digests[i] = value
+    return np.asarray(np.add.reduceat((bits + _u64(1)) * weight, begins), np.uint64)
+
+
+def box_digests(
+    boxes: Sequence[Tensor],
+    keys: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    offsets: Sequence[tuple[int, ...]],
+    verify: Verify,
+    version: int,
+) -> list[int]:
+    """Digests of boxes; when sampled, all of one device together."""
+    digests = [0] * len(boxes)
+    together: dict[tuple[torch.device, bool], list[int]] = {}
+    for i, box in enumerate(boxes):
+        if verify == "sample":
+            whole = tuple(box.shape) == shapes[i]
+            together.setdefault((box.device, whole), []).append(i)
+        else:
+            digests[i] = box_digest(
+                box,
+                key=keys[i],
+                shape=shapes[i],
+                offsets=offsets[i],
+                verify=verify,
+                version=version,
+            )
+    for (_, whole), chosen in together.items():
+        some, their_keys = [boxes[i] for i in chosen], [keys[i] for i in chosen]
+        if whole:
+            sampled = sample_digests(some, their_keys, version)
+        else:
+            places = [shapes[i] for i in chosen], [offsets[i] for i in chosen]
+            sampled = sample_box_digests(some, their_keys, *places, version)
+        for i, digest in zip(chosen, sampled, strict=True):
+            digests[i] = digest
     return digests
 
 
@@ -128,7 +236,7 @@ def _gather(
         for begin, count in zip(begins, counts, strict=True)
     ]
     if flats[0].device.type == "cpu":
-        parts = [flat.numpy()[at] for flat, at in zip(flats, places, strict=True)]
+        parts = [array_of(flat)[at] for flat, at in zip(flats, places, strict=True)]
         return np.concatenate([part.astype(np.int64) for part in parts]).view(np.uint64)
     return _gather_on_device(flats, places)
 
@@ -251,3 +359,8 @@ def _to_local(
         inside &= (at >= 0) & (at < size)
         result += at * inner
     return result, inside
+
+
+def combine(digest: int, verify: Verify) -> str:
+    """A digest as reports show it."""
+    return "" if verify == "off" else f"{digest:016x}"

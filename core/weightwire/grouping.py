@@ -29,12 +29,17 @@ def layer_key(name: str) -> tuple[str, int] | None:
     return None
 
 
-def make_groups(entries: Sequence[TensorEntry], budget: int) -> tuple[Group, ...]:
+def make_groups(
+    entries: Sequence[TensorEntry], budget: int, *, ordered: bool = False
+) -> tuple[Group, ...]:
     """One group per decoder layer, merged up to ``budget`` bytes, split only above it.
 
     Tensors outside any layer go before the layers when they come before the
     first one in the table, else after the last.  A tensor larger than the
     budget is cut into parts, each in another group: no group exceeds the budget.
+
+    Args:
+        ordered: keep to the entries' order, whatever layer they belong to.
 
     Raises:
         ConfigError: the budget is below one element, or so small that a tensor
@@ -44,7 +49,7 @@ def make_groups(entries: Sequence[TensorEntry], budget: int) -> tuple[Group, ...
         raise ConfigError(f"group_bytes={budget} is below one element: use at least 8")
     groups: list[list[_Member]] = []
     filled = 0
-    for layer in _layers(entries):
+    for layer in [list(range(len(entries)))] if ordered else _layers(entries):
         members = [member for i in layer for member in _members(i, entries[i], budget)]
         nbytes = sum(member.nbytes for member in members)
         if groups and filled + nbytes <= budget:

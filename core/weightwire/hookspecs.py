@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from weightwire.contract import Backend
     from weightwire.report import VersionRecord
     from weightwire.session.store import SessionScheme
@@ -31,6 +33,16 @@ def weightwire_describe_backend() -> Backend:  # type: ignore[empty-body]
 @hookspec
 def weightwire_describe_session_scheme() -> SessionScheme:  # type: ignore[empty-body]
     """Return the session-store scheme that this plug-in provides."""
+
+
+@hookspec
+def weightwire_describe_commands() -> Mapping[str, Callable[..., object]]:  # type: ignore[empty-body]
+    """Return subcommands of ``weightwire``, by name.
+
+    Each is a function whose parameters typer reads, and whose docstring is its help.
+    Import what it needs inside it: the mapping is asked for whenever a subcommand is
+    looked up that isn't built in.
+    """
 
 
 @hookspec

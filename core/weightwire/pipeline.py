@@ -1,8 +1,7 @@
-"""The transfer pipeline: groups through staging, transport, verification and target.
+"""An inference rank's end of the transfer pipeline: groups through verification to the target.
 
 Core drives it once for every backend.  Memory is bounded by one slot of the
-largest group on each side; where a backend can take tensors where they lie, or
-land them where they belong, there is no slot at all.
+largest group; where a backend can land bytes where they belong, there is no slot.
 """
 
 from __future__ import annotations
@@ -10,187 +9,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from weightwire.contract import Capabilities, ReceiverTransport, Seal, SenderTransport
-from weightwire.copying import copy_all
+from weightwire.contract import Capabilities, ReceiverTransport, Seal
 from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
-from weightwire.digest import Verify, box_digest, sample_digests, tensor_key
+from weightwire.digest import Verify, box_digests, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
-from weightwire.exchange import Exchange, ExchangePlan, Piece
-from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
-from weightwire.materialise import CheckpointTensors
+from weightwire.layout import lay_out
 from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
+from weightwire.staging import Scratch
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
 
-__all__ = ["FetchPlan", "SendPlan", "combine"]
+__all__ = ["FetchPlan"]
 
 _MASK = (1 << 64) - 1
-
-
-class _Scratch:
-    """One buffer that grows to what it must hold and is reused."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(
-        self, nbytes: int, *, fresh: bool = False, device: torch.device | None = None
-    ) -> Tensor:
-        if fresh:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        device = torch.device("cpu") if device is None else device
-        if self._buffer.numel() < nbytes or self._buffer.device != device:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._buffer
-
-    def release(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-
-class SendPlan:
-    """What one trainer rank sends, group by group: made once per table.
-
-    Args:
-        exchange: how tensors that are cut over several ranks come together first.
-    """
-
-    def __init__(self, table: TensorTable, rank: int, exchange: ExchangePlan | None = None) -> None:
-        self.table = table
-        self._exchange = exchange
-        self._groups: list[tuple[int, SlotLayout, tuple[Piece, ...]]] = []
-        self._held = {
-            i: shard
-            for i, entry in enumerate(table.tensors)
-            for shard in entry.shards
-            if shard.owner == rank
-        }
-        for group in range(len(table.groups)):
-            layout = slot_layout(table, group, rank)
-            pieces = exchange.of_group(group) if exchange is not None else ()
-            if layout.places or any(rank in (piece.holder, piece.owner) for piece in pieces):
-                self._groups.append((group, layout, pieces))
-        self._rank = rank
-        self._keys = [tensor_key(entry.name) for entry in table.tensors]
-        self.nbytes = sum(
-            place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
-        )
-        self._scratch = _Scratch()
-
-    def send(
-        self,
-        tensors: CheckpointTensors,
-        transport: SenderTransport,
-        capabilities: Capabilities,
-        exchange: Exchange,
-        *,
-        version: int,
-        verify: Verify,
-        watch: Watch,
-        phases: Phases,
-    ) -> int:
-        """Move every group of this rank; returns the digest of what was sent.
-
-        Args:
-            tensors: this rank's tensors by name; of a shard's shape where it is one.
-        """
-        total = 0
-        for group, layout, pieces in self._groups:
-            watch.check(f"end of group {group}")
-            with phases.timed("wait"):
-                slot = transport.slot(group, layout.nbytes) if layout.places else None
-            with phases.timed("stage"), torch.no_grad():
-                assembled = {p.tensor for p in pieces} & layout.places.keys()
-                staged = self._stage(layout, assembled, tensors, slot, transport, capabilities)
-                if pieces:
-                    whole = {i: staged[i] for i in assembled}
-                    exchange.move(self.table, pieces, tensors, whole)
-            if not layout.places:
-                continue  # this rank only gave its shards to others
-            with phases.timed("verify"):
-                digests = self._digests(layout, staged, verify, version)
-            with phases.timed("announce"):
-                transport.put(group, staged, Seal(digests, self._rank))
-            total = (total + sum(digests.values())) & _MASK
-        with phases.timed("wait"):
-            transport.finish()
-        return total
-
-    def _stage(
-        self,
-        layout: SlotLayout,
-        assembled: Set[int],
-        tensors: Mapping[str, Tensor],
-        slot: Tensor | None,
-        transport: SenderTransport,
-        capabilities: Capabilities,
-    ) -> dict[int, Tensor]:
-        """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
-        staged: dict[int, Tensor] = {}
-        copies: list[tuple[int, Place]] = []
-        lie_on: set[torch.device] = set()
-        for i, place in layout.places.items():
-            if i in assembled:
-                copies.append((i, place))
-                continue
-            tensor = self._local(tensors, layout, i)
-            as_it_lies = (
-                slot is None
-                and tensor.dtype == place.dtype
-                and tensor.is_contiguous()
-                and tensor.device.type in capabilities.devices
-                # Lazily conjugated or negated views have other bits than values.
-                and not (tensor.is_conj() or tensor.is_neg())
-            )
-            if as_it_lies:
-                staged[i] = tensor
-            else:
-                copies.append((i, place))
-                lie_on.add(tensor.device)
-        if copies:
-            if slot is None:
-                transport.settle()  # it may still send from the buffer's last content
-                kept, size = lay_out([(place.dtype, place.shape) for _, place in copies])
-                # Casts happen where the tensors lie, if that is where they leave from.
-                stays = len(lie_on) == 1 and all(d.type in capabilities.devices for d in lie_on)
-                slot = self._scratch.take(size, device=next(iter(lie_on)) if stays else None)
-                copies = [(i, place) for (i, _), place in zip(copies, kept, strict=True)]
-            views = {i: place.view(slot) for i, place in copies}
-            here = [i for i in views if i not in assembled]
-            if here:
-                values = [self._local(tensors, layout, i) for i in here]
-                copy_all([views[i] for i in here], values)
-            staged.update(views)
-        return staged
-
-    def _local(self, tensors: Mapping[str, Tensor], layout: SlotLayout, i: int) -> Tensor:
-        """What this rank holds of a tensor, as far as it travels in the layout's group."""
-        here = layout.shards[i]
-        tensor = tensors[self.table.tensors[i].name]
-        return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
-
-    def _digests(
-        self, layout: SlotLayout, staged: Mapping[int, Tensor], verify: Verify, version: int
-    ) -> dict[int, int]:
-        if verify == "off":
-            return {}
-        indices, boxes = list(staged), list(staged.values())
-        shapes = [self.table.tensors[i].shape for i in indices]
-        offsets = [layout.shards[i].offsets for i in indices]
-        keys = [self._keys[i] for i in indices]
-        return dict(
-            zip(indices, _digest(boxes, keys, shapes, offsets, verify, version), strict=True)
-        )
-
-    def release(self) -> None:
-        """Give the staging buffer back."""
-        self._scratch.release()
 
 
 class FetchPlan:
@@ -199,7 +36,8 @@ class FetchPlan:
     Args:
         regions: what the target has planned.
         pieces: whether the target takes pieces of its regions; then regions of tensors
-            that are cut over several groups are cut likewise.
+            that are cut over several groups are cut likewise,
+        blocks: and those of tensors that lie in blocks of columns by these.
         overlap: let a group arrive while the one before it is verified and written.
 
     Attributes:
@@ -212,15 +50,17 @@ class FetchPlan:
         regions: Sequence[Region],
         *,
         pieces: bool = False,
+        blocks: bool = False,
         overlap: bool = False,
     ) -> None:
         self.table = table
         _validate(table, regions)
         cuts = Cuts(table)
         cut = [
-            piece
+            (group, piece)
             for region in regions
-            for piece in (cuts.cut(region) if pieces else [(cuts.group_of(region), region)])
+            for group, part in (cuts.cut(region) if pieces else [(cuts.group_of(region), region)])
+            for piece in (cuts.cut_blocks(part) if pieces and blocks else [part])
         ]
         self.regions = tuple(region for _, region in cut)
         by_group: dict[int, dict[int, list[int]]] = {}
@@ -242,7 +82,7 @@ class FetchPlan:
         self._keys = {r.tensor: tensor_key(table.tensors[r.tensor].name) for r in self.regions}
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
         self._overlap = overlap
-        self._scratches = [_Scratch() for _ in range(2 if overlap else 1)]
+        self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
 
     def fetch(
         self,
@@ -343,7 +183,7 @@ class FetchPlan:
             for i, value in seal.digests.items():
                 expected[i] = (expected.get(i, 0) + value) & _MASK
         regions = [self.regions[position] for position in memory]
-        arrivals = _digest(
+        arrivals = box_digests(
             list(memory.values()),
             [self._keys[region.tensor] for region in regions],
             [self.table.tensors[region.tensor].shape for region in regions],
@@ -400,38 +240,3 @@ def _validate(table: TensorTable, regions: Sequence[Region]) -> None:
                 f"the target plans {region}, which lies in no tensor of the table: "
                 "plan from the table that it is given"
             )
-
-
-def _digest(
-    boxes: Sequence[Tensor],
-    keys: Sequence[int],
-    shapes: Sequence[tuple[int, ...]],
-    offsets: Sequence[tuple[int, ...]],
-    verify: Verify,
-    version: int,
-) -> list[int]:
-    """Digests of boxes; those of whole tensors, when sampled, all at once."""
-    digests = [0] * len(boxes)
-    together: dict[torch.device, list[int]] = {}
-    for i, box in enumerate(boxes):
-        if verify == "sample" and tuple(box.shape) == shapes[i]:
-            together.setdefault(box.device, []).append(i)
-        else:
-            digests[i] = box_digest(
-                box,
-                key=keys[i],
-                shape=shapes[i],
-                offsets=offsets[i],
-                verify=verify,
-                version=version,
-            )
-    for chosen in together.values():
-        sampled = sample_digests([boxes[i] for i in chosen], [keys[i] for i in chosen], version)
-        for i, digest in zip(chosen, sampled, strict=True):
-            digests[i] = digest
-    return digests
-
-
-def combine(digest: int, verify: Verify) -> str:
-    """A digest as reports show it."""
-    return "" if verify == "off" else f"{digest:016x}"

@@ -1,4 +1,4 @@
-"""Which box of a tensor lies on this rank: plain tensors and DTensors of any placement."""
+"""Which box of a tensor lies on this rank: of plain tensors, DTensors and declared boxes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,26 @@ from torch import Tensor
 
 from weightwire.errors import ConfigError
 
-__all__ = ["LocalBox", "local_box"]
+__all__ = ["LocalBox", "LocalShard", "local_box"]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """A box of a tensor, declared by a trainer that shards in a way of its own.
+
+    What the ranks declare together has to hold every element; a box that several ranks
+    hold is served by one of them.  A rank that holds nothing of a tensor (another pipeline
+    stage, another expert) leaves it out.
+
+    Attributes:
+        local: the elements that lie on this rank, of any stride.
+        shape: the tensor's global shape.
+        offsets: first index of ``local`` in each dimension of the global tensor.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -31,13 +50,16 @@ class LocalBox:
     sizes: tuple[int, ...]
 
 
-def local_box(name: str, tensor: Tensor) -> LocalBox:
+def local_box(name: str, tensor: Tensor | LocalShard) -> LocalBox:
     """The box of ``tensor`` on this rank: all of a plain tensor, the shard of a DTensor.
 
     Raises:
         ConfigError: it isn't a dense tensor with values here, or its placement
-            isn't a box (a pending reduction).
+            isn't a box (a pending reduction), or a declared box lies outside its
+            tensor.
     """
+    if isinstance(tensor, LocalShard):
+        return _declared_box(name, tensor)
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"source tensor {name!r} is a {type(tensor).__name__}, not a tensor")
     if _is_dtensor(tensor):
@@ -49,6 +71,28 @@ def _whole_box(name: str, tensor: Tensor) -> LocalBox:
     _require_dense(name, tensor)
     shape = tuple(tensor.shape)
     return LocalBox(tensor, shape, (0,) * len(shape), shape)
+
+
+def _declared_box(name: str, shard: LocalShard) -> LocalBox:
+    if not isinstance(shard.local, Tensor) or _is_dtensor(shard.local):
+        raise ConfigError(
+            f"source tensor {name!r}: a LocalShard holds a {type(shard.local).__name__}, not a "
+            "plain tensor"
+        )
+    local = shard.local.detach()
+    _require_dense(name, local)
+    sizes, shape, offsets = tuple(local.shape), tuple(shard.shape), tuple(shard.offsets)
+    if not len(sizes) == len(shape) == len(offsets) or any(
+        offset < 0 or offset + size > extent
+        for offset, size, extent in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise ConfigError(
+            f"source tensor {name!r}: the box of {sizes} at {offsets} doesn't lie in a tensor of "
+            f"shape {shape}: correct its LocalShard"
+        )
+    if 0 in sizes:
+        offsets = (0,) * len(shape)  # an empty shard lies nowhere
+    return LocalBox(local, shape, offsets, sizes)
 
 
 def _shard_box(name: str, tensor: Any) -> LocalBox:
@@ -86,3 +130,11 @@ def _require_dense(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"source tensor {name!r} is on the meta device: materialise it first")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"source tensor {name!r} has layout {tensor.layout}: send a dense tensor")
+    if tensor.numel():
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < needed:
+            raise ConfigError(
+                f"source tensor {name!r} has no memory, its storage was freed (offloaded?): load "
+                "it again before sending"
+            )

@@ -122,7 +122,7 @@ def _matrix(plan: Plan) -> str:
     lines = []
     for rank, row in zip(shown, cells, strict=True):
         tds = "".join(
-            f'<td style="--v:{(value / most) ** 0.6:.3f}" class="{"on" if value else ""}" '
+            f'<td style="--v:{(value / most) ** 0.6:.3f}" class="{_shade(value, most)}" '
             f'title="inference rank {rank.rank} reads {human_bytes(value)} from trainer rank '
             f'{bounds[i]}{"" if bounds[i + 1] - bounds[i] == 1 else f" to {bounds[i + 1] - 1}"}">'
             f"{human_bytes(value) if text and value else ''}</td>"
@@ -137,6 +137,12 @@ def _matrix(plan: Plan) -> str:
         f"<div class=scroll><table class=matrix><tr><th></th>{head}<th>in all</th></tr>"
         f"{''.join(lines)}</table></div>{note}</section>"
     )
+
+
+def _shade(value: int, most: int) -> str:
+    if not value:
+        return ""
+    return "on dark" if (value / most) ** 0.6 > 0.5 else "on"
 
 
 def _layers(plan: Plan) -> str:
@@ -231,8 +237,8 @@ th{font-weight:500;color:var(--dim);font-size:12px;padding:2px 6px;text-align:le
 white-space:nowrap}
 .matrix td{min-width:14px;height:22px;padding:0 5px;border:1px solid var(--paper);font-size:12px;
 text-align:center;white-space:nowrap;background:#eef2f1}
-.matrix td.on{background:hsl(var(--hue) 55% calc(93% - 63%*var(--v)));
-color:hsl(var(--hue) 60% calc(12% + 88%*round(up,max(0,var(--v) - .5),1)))}
+.matrix td.on{background:hsl(var(--hue) 55% calc(93% - 63%*var(--v)))}
+.matrix td.dark{color:#fff}
 .matrix td.sum{background:none;color:var(--ink);text-align:right;padding-left:12px}
 .layers{width:100%}.layers td{padding:2px 8px;text-align:right;white-space:nowrap;font-size:13px}
 .layers th{width:1%}.layers tr:hover td,.layers tr:hover th{background:#f0f4f3}
@@ -240,6 +246,7 @@ color:hsl(var(--hue) 60% calc(12% + 88%*round(up,max(0,var(--v) - .5),1)))}
 .bar{white-space:nowrap;line-height:0}
 .bar i{display:inline-block;height:14px;background:var(--wire);
 border-radius:2px;vertical-align:middle}
+.scroll+.note{margin-top:14px}
 .legend span{margin-right:20px;font-size:13px}.legend span::before{content:"";display:inline-block;
 width:11px;height:11px;border-radius:3px;margin-right:6px;background:var(--wire)}
 i.descriptors,.legend .descriptors::before{background:var(--desc)!important}

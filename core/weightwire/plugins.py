@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeVar
@@ -67,6 +67,7 @@ class Registry:
         self._manager.add_hookspecs(hookspecs)
         self._backends: list[Provided] = []
         self._schemes: list[Provided] = []
+        self._commands: list[Provided] = []
         self._broken: list[Provided] = []
 
     def load_entry_points(self) -> None:
@@ -130,6 +131,27 @@ class Registry:
                     f"({type(error).__name__}: {error}): upgrade or remove it",
                     error,
                 )
+        self._collect_commands(plugin, name, distribution)
+
+    def _collect_commands(self, plugin: object, name: str, distribution: str) -> None:
+        implementation = getattr(plugin, "weightwire_describe_commands", None)
+        if implementation is None:
+            return
+        try:
+            commands = _check_commands(implementation(), distribution)
+        except PluginError as error:
+            self._fail(name, distribution, str(error), error)
+        except Exception as error:
+            self._fail(
+                name,
+                distribution,
+                f"plug-in {name!r} of {distribution} failed in weightwire_describe_commands "
+                f"({type(error).__name__}: {error}): upgrade or remove it",
+                error,
+            )
+        else:
+            for command, function in commands.items():
+                self._commands.append(Provided(command, distribution, function, plugin=name))
 
     def _fail(
         self, name: str, distribution: str, message: str, cause: BaseException | None
@@ -155,6 +177,20 @@ class Registry:
         """The session-store scheme of this name."""
         value: SessionScheme = self._select(self._schemes, scheme, "session scheme", ConfigError)
         return value
+
+    def command(self, name: str) -> Callable[..., object]:
+        """The function behind a plug-in's subcommand.
+
+        Raises:
+            ConfigError: no plug-in has one of this name.
+            PluginError: its plug-in is broken, or two distributions claim the name.
+        """
+        value: Callable[..., object] = self._select(self._commands, name, "command", ConfigError)
+        return value
+
+    def command_names(self) -> list[str]:
+        """Subcommands that plug-ins provide."""
+        return sorted({item.name for item in self._commands})
 
     def backends(self) -> list[Provided]:
         """Everything that is or wants to be a backend, by name; broken plug-ins included."""
@@ -185,7 +221,7 @@ class Registry:
         label = f"{name} ({distribution})"
         if self._manager.has_plugin(label):
             self._manager.unregister(name=label)
-        for found in (self._backends, self._schemes, self._broken):
+        for found in (self._backends, self._schemes, self._commands, self._broken):
             found[:] = [
                 item for item in found if (item.plugin, item.distribution) != (name, distribution)
             ]
@@ -314,6 +350,21 @@ def _check_scheme(value: object, distribution: str) -> str:
     if not isinstance(scheme, str) or not _NAME.match(scheme):
         raise PluginError(f"session scheme {scheme!r} of {distribution} isn't [a-z][a-z0-9_.-]*")
     return scheme
+
+
+def _check_commands(value: object, distribution: str) -> dict[str, Callable[..., object]]:
+    if not isinstance(value, Mapping):
+        raise PluginError(
+            f"weightwire_describe_commands of {distribution} returned a {type(value).__name__}: "
+            "return a mapping of names to functions"
+        )
+    for name, function in value.items():
+        if not isinstance(name, str) or not _NAME.match(name) or not inspect.isroutine(function):
+            raise PluginError(
+                f"command {name!r} of {distribution} isn't a function by a name of "
+                "[a-z][a-z0-9_.-]*"
+            )
+    return dict(value)
 
 
 def _describe(distribution: metadata.Distribution | None) -> str:

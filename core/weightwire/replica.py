@@ -9,11 +9,12 @@ import msgspec
 
 from weightwire.contract import Capabilities, Offer, Policy, ReceiverTransport, checked_description
 from weightwire.deadline import Deadline, Watch
+from weightwire.digest import combine
 from weightwire.errors import SessionError, TableMismatch, WeightWireError
 from weightwire.fingerprint import Fingerprint, combine_fingerprints
 from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.parts import Fetched, compare_parts
-from weightwire.pipeline import FetchPlan, combine
+from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
 from weightwire.session.records import Applied, RankReport
@@ -138,8 +139,14 @@ class Replica:
         self._check_senders(offer, table)
         self._table_digest = ""
         regions = tuple(self._target.plan(table))
-        pieces = self._target.takes_pieces
-        plan = FetchPlan(table, regions, pieces=pieces, overlap=self._overlap)
+        plan = FetchPlan(
+            table,
+            regions,
+            pieces=self._target.takes_pieces,
+            # What lands where it belongs is copied by the transport; descriptors don't count.
+            blocks=not self._capabilities.lands_in_place,
+            overlap=self._overlap,
+        )
         self._transport.set_plan(table, plan.regions)
         self._plan = plan
         self._table_digest = offer.table_digest

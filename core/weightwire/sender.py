@@ -24,6 +24,7 @@ from weightwire.handle import Handle, close_all, ranks_of, slot_device
 from weightwire.lifecycle import Offering, SenderMachine, Transfer, lost_readers
 from weightwire.lifecycle.retention import Retention
 from weightwire.options import SenderOptions, make_options
+from weightwire.placements import LocalShard
 from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord
 from weightwire.session import membership
@@ -49,7 +50,7 @@ class WeightSender(Handle):
         self,
         backend: BackendChoice,
         session: str,
-        source: nn.Module | Mapping[str, Tensor] | WeightSource,
+        source: nn.Module | Mapping[str, Tensor | LocalShard] | WeightSource,
         options: SenderOptions,
     ) -> None:
         self._options = options
@@ -410,7 +411,7 @@ def open_sender(
     backend: BackendChoice,
     *,
     session: str,
-    source: nn.Module | Mapping[str, Tensor] | WeightSource,
+    source: nn.Module | Mapping[str, Tensor | LocalShard] | WeightSource,
     rank: int | None = None,
     world_size: int | None = None,
     group: torch.distributed.ProcessGroup | None = None,

@@ -10,7 +10,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
@@ -21,9 +21,12 @@ from weightwire.conversion import ModuleViews
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError
 from weightwire.names import checkpoint_names
-from weightwire.placements import local_box
+from weightwire.placements import LocalBox, LocalShard, local_box
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
 from weightwire.views import View
+
+if TYPE_CHECKING:
+    from weightwire.streaming import StreamingSource
 
 __all__ = [
     "MappingSource",
@@ -45,11 +48,12 @@ class WeightSource(ABC):
     """
 
     @abstractmethod
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | LocalShard]:
         """Tensors by name as they are now; order is the table's order.
 
         Values may be views, of any stride; several names may share storage.  A
-        DTensor stands for the shard that lies on this rank.
+        DTensor stands for the shard that lies on this rank.  A trainer that shards
+        in a way of its own gives a ``LocalShard``: what it holds, and where that lies.
         """
 
     @property
@@ -76,15 +80,16 @@ class MappingSource(WeightSource):
     returns one.
     """
 
-    def __init__(self, mapping: Mapping[str, Tensor]) -> None:
+    def __init__(self, mapping: Mapping[str, Tensor | LocalShard]) -> None:
         self._mapping = mapping
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | LocalShard]:
         return self._mapping
 
     @property
     def device(self) -> torch.device:
-        return device_of(self._mapping.values())
+        values = self._mapping.values()
+        return device_of(v.local if isinstance(v, LocalShard) else v for v in values)
 
 
 class ModuleSource(WeightSource):
@@ -114,7 +119,7 @@ class ModuleSource(WeightSource):
         return self._views.of(given)
 
 
-def as_source(source: nn.Module | Mapping[str, Tensor] | WeightSource) -> WeightSource:
+def as_source(source: nn.Module | Mapping[str, Tensor | LocalShard] | WeightSource) -> WeightSource:
     """Wrap what ``open_sender`` was given."""
     if isinstance(source, WeightSource):
         return source
@@ -174,11 +179,13 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         entries: in order; each has one shard, whose owner says nothing yet.
         ties: alias to carrier.
         views: digest under which this rank's views are in the session, or empty.
+        ordered: the entries come in this order; groups keep to it.
     """
 
     entries: Annotated[tuple[TensorEntry, ...], Meta(max_length=1 << 24)]
     ties: Annotated[dict[str, str], Meta(max_length=1 << 20)]
     views: Annotated[str, Meta(max_length=64)] = ""
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,11 +196,13 @@ class Resolved:
         spec: what this rank holds.
         tensors: this rank's tensor (a shard, where it is sharded) by name.
         views: checkpoint tensors that are made of them.
+        stream: what yields the tensors instead, if they come one by one.
     """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
     views: tuple[View, ...] = ()
+    stream: StreamingSource | None = None
 
 
 def resolve(source: WeightSource, rules: WireRules) -> Resolved:
@@ -218,10 +227,10 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     for name, tensor in items:
         validate_tensor_name(name)
         box = local_box(name, tensor)
-        given[name] = (box.shape, tensor.dtype)
-        identities = _identities(tensor, box.local)
+        given[name] = (box.shape, box.local.dtype)
+        identities = _identities(tensor, box)
         carrier = next((carriers[key] for key in identities if key in carriers), None)
-        wire = dtype_name(rules.for_tensor(name, tensor.dtype))
+        wire = dtype_name(rules.for_tensor(name, box.local.dtype))
         if carrier is not None:
             if wire != wires[carrier]:
                 raise ConfigError(
@@ -237,11 +246,12 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     return Resolved(Spec(tuple(entries), ties), values, tuple(source.views(given)))
 
 
-def _identities(tensor: Tensor, local: Tensor) -> list[tuple[object, ...]]:
+def _identities(tensor: Tensor | LocalShard, box: LocalBox) -> list[tuple[object, ...]]:
     # An empty shard has no memory to go by, on this rank only: then the object decides.
     found: list[tuple[object, ...]] = [("object", id(tensor))]
+    local = box.local
     if local.numel():
         place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), local.dtype)
         lazily = (local.is_conj(), local.is_neg())  # other values of the same memory
-        found.append(("memory", *place, *lazily, tuple(tensor.shape)))
+        found.append(("memory", *place, *lazily, box.shape, box.offsets))
     return found

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from weightwire.blocks import column_blocks
+from weightwire.cuts import Cuts
 from weightwire.errors import TableMismatch
 from weightwire.grouping import make_groups
 from weightwire.materialise import checkpoint_table
@@ -24,6 +26,7 @@ def build_table(
     group_bytes: int,
     *,
     whole: bool = False,
+    blocks: bool = False,
     views: Sequence[View] = (),
 ) -> TensorTable:
     """The table of what the ranks hold together; every rank computes the same one.
@@ -36,6 +39,7 @@ def build_table(
         group_bytes: budget of a transfer group.
         whole: each tensor is served by one rank, whoever holds its shards; checkpoint
             tensors are made before they are sent.
+        blocks: large matrices lie in slots in blocks of columns.
         views: checkpoint tensors, of all ranks.
 
     Raises:
@@ -73,17 +77,27 @@ def build_table(
     table = TensorTable(
         world_size=len(specs),
         tensors=tensors,
-        groups=make_groups(tensors, group_bytes),
+        groups=make_groups(tensors, group_bytes, ordered=any(spec.ordered for spec in specs)),
         ties=ties,
         views=tuple(views),
     )
     table.validate()
     if whole and views:
         return checkpoint_table(table, specs, group_bytes)
-    if not whole or all(len(entry.shards) == 1 for entry in tensors):
-        return table
-    gathered = _gather(tensors, len(specs))
-    return msgspec.structs.replace(table, tensors=gathered)
+    if whole and any(len(entry.shards) > 1 for entry in tensors):
+        return msgspec.structs.replace(table, tensors=_gather(tensors, len(specs)))
+    return _in_blocks(table) if blocks and not whole else table
+
+
+def _in_blocks(table: TensorTable) -> TensorTable:
+    cuts = Cuts(table)
+    tensors = (
+        msgspec.structs.replace(
+            entry, blocks=column_blocks(entry, [part for _, part in cuts.parts(i)])
+        )
+        for i, entry in enumerate(table.tensors)
+    )
+    return msgspec.structs.replace(table, tensors=tuple(tensors))
 
 
 def merge_views(views: Mapping[int, Sequence[View]]) -> tuple[View, ...]:

@@ -10,16 +10,18 @@ import msgspec
 
 from weightwire.contract import Backend, Offer, SenderTransport, Wait, checked_description
 from weightwire.deadline import Watch
+from weightwire.digest import combine
 from weightwire.errors import ConfigError, SessionError, TableMismatch, UnsupportedOperation
 from weightwire.exchange import Exchange, ExchangePlan
 from weightwire.materialise import CheckpointTensors
 from weightwire.options import SenderOptions
-from weightwire.pipeline import SendPlan, combine
 from weightwire.report import Phases, Report
+from weightwire.send_plan import SendPlan
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Member
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
+from weightwire.streaming import Stream, StreamingSource
 from weightwire.table import TensorTable
 from weightwire.tables import build_table, merge_views
 from weightwire.views import View
@@ -101,7 +103,7 @@ class TrainerRank:
         arrival = _Arrival(version, wait, "", self._digests)
         with phases.timed("offer"):
             try:
-                resolved = resolve(self._source, self._rules)
+                resolved = self._resolve()
                 spec = self._publish_spec(resolved)
                 arrival = _Arrival(version, wait, spec, self._digests)
             except BaseException as caught:  # an interruption too: the other ranks are told
@@ -118,6 +120,11 @@ class TrainerRank:
             if any(other.agreed != digests for other in arrivals):
                 self._agree_on_table(digests)
         return resolved
+
+    def _resolve(self) -> Resolved:
+        if isinstance(self._source, StreamingSource):
+            return self._source.resolve(self._rules)
+        return resolve(self._source, self._rules)
 
     def _publish_spec(self, resolved: Resolved) -> str:
         """Put what this rank holds where the others find it; returns its digest."""
@@ -168,7 +175,13 @@ class TrainerRank:
     def _use_table(self, specs: Sequence[Spec]) -> None:
         whole = self._backend.capabilities.whole_tensors
         views = merge_views(self._all_views(specs))
-        table = build_table(specs, self._options.group_bytes, whole=whole, views=views)
+        table = build_table(
+            specs,
+            self._options.group_bytes,
+            whole=whole,
+            blocks=self._transport.column_blocks,
+            views=views,
+        )
         exchange = ExchangePlan(table, specs, views) if whole else None
         self._exchanges = exchange is not None and exchange.needed
         self._plan = SendPlan(table, self._options.rank, exchange)
@@ -185,6 +198,13 @@ class TrainerRank:
         self.table_digest = ""
         self._transport.set_table(table)
         self.table, self.table_digest = table, digest
+
+    def _opened(self, resolved: Resolved) -> CheckpointTensors | Stream:
+        if resolved.stream is None:
+            return CheckpointTensors(resolved.tensors, resolved.views, resolved.spec.ties)
+        assert self.table is not None  # noqa: S101 - _arrive() set it
+        options = self._options
+        return resolved.stream.open(self.table, options.rank, options.group_bytes)
 
     def _all_views(self, specs: Sequence[Spec]) -> dict[int, Sequence[View]]:
         first = {spec.views: rank for rank, spec in reversed([*enumerate(specs)]) if spec.views}
@@ -226,12 +246,14 @@ class TrainerRank:
         error: BaseException | None = None
         digest = 0
         self._sending = True
+        tensors: CheckpointTensors | Stream | None = None
         try:
             self._transport.begin(offer, readers)
+            tensors = self._opened(resolved)
             if self._exchanges:
                 self._exchange.join(offer.policy)
             digest = self._plan.send(
-                CheckpointTensors(resolved.tensors, resolved.views, resolved.spec.ties),
+                tensors,
                 self._transport,
                 self._backend.capabilities,
                 self._exchange,
@@ -241,6 +263,10 @@ class TrainerRank:
                 phases=phases,
             )
         except BaseException as caught:
+            if isinstance(tensors, Stream):
+                tensors.close()
+                if resolved.stream is not None:
+                    resolved.stream.forget()
             if self._agreement.alone:
                 raise
             error = caught

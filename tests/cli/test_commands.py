@@ -1,6 +1,7 @@
 """The command line: what it prints, and its exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -168,3 +169,65 @@ def test_bench_of_an_unknown_backend_lists_the_installed():
     assert result.returncode == 1
     assert "BackendNotFound" in first_error_line(result)
     assert "filesystem" in first_error_line(result)
+
+
+COMMANDS = """
+from weightwire import ConfigError, hookimpl
+
+def greet(name: str, loud: bool = False) -> None:
+    "Say hello."
+    if name == "nobody":
+        raise ConfigError("greet nobody: name somebody")
+    print(name.upper() if loud else name)
+
+@hookimpl
+def weightwire_describe_commands():
+    return {commands}
+"""
+
+
+@pytest.fixture
+def with_plugins(tmp_path):
+    """Runs the command with distributions of others on the path: their commands by name."""
+
+    def run_with(plugins: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+        for name, commands in plugins.items():
+            (tmp_path / f"plugin_{name}.py").write_text(COMMANDS.format(commands=commands))
+            metadata = tmp_path / f"plugin_{name}-1.0.dist-info"
+            metadata.mkdir(exist_ok=True)
+            (metadata / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: plugin-{name}\nVersion: 1.0\n"
+            )
+            entry_points = f"[weightwire]\n{name} = plugin_{name}\n"
+            (metadata / "entry_points.txt").write_text(entry_points)
+        code = (
+            "import sys; from weightwire.cli.main import main; sys.argv[0] = 'weightwire'; main()"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+
+    return run_with
+
+
+def test_plugins_add_commands(with_plugins):
+    plugins = {"one": "{'greet': greet, 'backends': greet}"}
+    assert with_plugins(plugins, "greet", "ada", "--loud").stdout == "ADA\n"
+    failed = with_plugins(plugins, "greet", "nobody")
+    assert failed.returncode == 1
+    assert first_error_line(failed) == "ConfigError: greet nobody: name somebody"
+    assert "Say hello." in with_plugins(plugins, "--help").stdout
+    # What is built in can't be replaced.
+    assert "memory" in with_plugins(plugins, "backends", "--json").stdout
+
+
+def test_a_command_that_two_plugins_claim_is_refused_and_hurts_no_other(with_plugins):
+    plugins = {"one": "{'greet': greet, 'alone': greet}", "two": "{'greet': greet}"}
+    refused = with_plugins(plugins, "greet")
+    assert refused.returncode == 1
+    for claimant in ("plugin-one 1.0", "plugin-two 1.0"):
+        assert claimant in first_error_line(refused)
+    assert "alone" in with_plugins(plugins, "--help").stdout
+    assert with_plugins(plugins, "alone", "ada").stdout == "ada\n"

@@ -125,6 +125,19 @@ ANY = "drops-a-tensor"
 """Catches what compares bytes at all; the rest of the scenarios do."""
 
 
+def base(name: str) -> str:
+    """A scenario's name without its case."""
+    return name.partition("[")[0]
+
+
+def proof_of(scenario: str) -> set[str]:
+    """Culprits that a scenario is known to catch, by its name with its case."""
+    named = {culprit for culprit, (name, _) in RED.items() if name == scenario}
+    if named or any(base(name) == base(scenario) for name, _ in RED.values()):
+        return named
+    return {ALSO.get(base(scenario), ANY)}
+
+
 def installed() -> dict[str, str]:
     """Entry points by culprit name, read off the sources."""
     found = {}

@@ -14,25 +14,20 @@ from weightwire_conformance.rig import Pool
 from weightwire_conformance.scenario import cases
 
 
-def base(name: str) -> str:
-    """A scenario's name without its case."""
-    return name.partition("[")[0]
-
-
 def rows() -> list[tuple[str, str]]:
     """For each scenario that no line of ``RED`` names: its smallest case, and a culprit."""
-    named = {base(scenario) for scenario, _ in culprits.RED.values()}
+    named = {culprits.base(scenario) for scenario, _ in culprits.RED.values()}
     return [
-        (case.name, culprits.ALSO.get(base(case.name), culprits.ANY))
+        (case.name, *culprits.proof_of(case.name))
         for case in cases()
-        if case.smallest and base(case.name) not in named
+        if case.smallest and culprits.base(case.name) not in named
     ]
 
 
 def test_every_culprit_is_known() -> None:
     assert set(culprits.RED) | culprits.OTHERS == set(culprits.installed())
     assert {culprit for _, culprit in rows()} <= set(culprits.RED)
-    every = {base(case.name) for case in cases(large=True)}
+    every = {culprits.base(case.name) for case in cases(large=True)}
     assert set(culprits.ALSO) <= every
 
 

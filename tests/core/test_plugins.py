@@ -350,3 +350,24 @@ def test_a_probe_interrupted_by_the_user_is_an_interrupt():
 
     with pytest.raises(KeyboardInterrupt):
         probe(Interrupted())
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (["greet"], "returned a list"),
+        ({"greet": "hello"}, "isn't a function by a name"),
+        ({"Greet All": print}, "isn't a function by a name"),
+    ],
+)
+def test_commands_that_are_none_are_refused(returned, message):
+    class Plugin:
+        @hookimpl
+        def weightwire_describe_commands(self):
+            return returned
+
+    found = Registry()
+    found.register(Plugin(), "plugin")
+    assert found.command_names() == []
+    with pytest.raises(PluginError, match=message):
+        found.backend("plugin")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from weightwire.errors import ConfigError, TableMismatch
+from weightwire.placements import LocalShard
 from weightwire.sources import MappingSource, ModuleSource, Spec, WireRules, as_source, resolve
 from weightwire.table import Shard as ShardOf
 from weightwire.table import TensorEntry
@@ -187,6 +188,55 @@ def test_boxes_of_the_ranks_are_put_together_and_replicas_are_served_once():
 def test_boxes_that_do_not_tile_a_tensor_or_disagree_are_refused_by_name(specs, message):
     with pytest.raises(TableMismatch, match=f"tensor 'w'.*{message}"):
         build_table(specs, 64)
+
+
+def shard(local, shape, offsets):
+    return LocalShard(local, shape, offsets)
+
+
+def test_declared_boxes_are_put_together_and_ranks_may_leave_tensors_out():
+    whole = torch.arange(12.0).view(4, 3)
+    ranks = [
+        {"w": shard(whole[:, :1], (4, 3), (0, 0)), "stage0": torch.ones(2)},
+        {"w": shard(whole[:, 1:], (4, 3), (0, 1)), "stage1": torch.ones(3)},
+    ]
+    specs = [resolve(MappingSource(rank), AS_STORED).spec for rank in ranks]
+    table = build_table(specs, 1 << 20)
+    assert [(e.name, [s.owner for s in e.shards]) for e in table.tensors] == [
+        ("w", [0, 1]), ("stage0", [0]), ("stage1", [1]),
+    ]  # fmt: skip
+
+
+def test_declared_boxes_tie_by_memory_place_and_tensor():
+    local = torch.zeros(2, 3)
+    source = {
+        "a": shard(local, (4, 3), (0, 0)),
+        "same": shard(local, (4, 3), (0, 0)),
+        "elsewhere": shard(local, (4, 3), (2, 0)),
+        "larger": shard(local, (6, 3), (0, 0)),
+    }
+    assert resolve(MappingSource(source), AS_STORED).spec.ties == {"same": "a"}
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        ((4, 3), (3, 0)),
+        ((4, 3), (-1, 0)),
+        ((4,), (0,)),
+        ((4, 2), (0, 0)),
+    ],
+)
+def test_a_declared_box_outside_its_tensor_is_refused_by_name(box):
+    with pytest.raises(ConfigError, match=r"'w': the box of \(2, 3\) at .* doesn't lie in"):
+        resolve(MappingSource({"w": shard(torch.zeros(2, 3), *box)}), AS_STORED)
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused_by_name():
+    freed = torch.zeros(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match="'w' has no memory, its storage was freed"):
+        resolve(MappingSource({"w": freed}), AS_STORED)
 
 
 def test_an_empty_source_is_an_error():

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weightwire
+from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
@@ -95,14 +96,22 @@ class Slices(WeightTarget):
             self.names[region] = entry.name
         return list(self.held)
 
+    takes_pieces = True
+
     def landing(self, region: Region) -> Tensor | None:
-        return None if self._staged else self.held[region]
+        return None if self._staged else self._view(region)
+
+    def _view(self, region: Region) -> Tensor:
+        """Where a piece of one of the planned regions belongs."""
+        mine = next(r for r in self.held if r.tensor == region.tensor)
+        return cut_out(self.held[mine], region.offsets, region.sizes, mine.offsets)
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         process_worker.reach("target.write")
         for region, tensor in tensors.items():
-            if tensor is not self.held[region]:
-                self.held[region].copy_(tensor)
+            place = self._view(region)
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor)
 
     def wrong(self, version: int, seed: int) -> list[str]:
         """Names of the tensors of which this rank doesn't hold its slice, byte for byte."""

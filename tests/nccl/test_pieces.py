@@ -37,8 +37,8 @@ def test_pieces_cover_a_region_once(shape, owners, bucket_bytes, data):
     plan = ReadPlan(table, [Region(0, offsets, sizes)], bucket_bytes)
     marks = np.zeros(shape, dtype=int)
     total = 0
-    for shards in shards_by_owner(table).values():
-        channel = plan.channel(shards)
+    for held in shards_by_owner(table).values():
+        channel = plan.channel(held)
         total += channel.nbytes
         for message in channel.of_group(0):
             assert 0 < message.nbytes <= bucket_bytes

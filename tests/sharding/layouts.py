@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 LAYOUTS = {
-    1: ["fsdp", "rows"],
-    2: ["fsdp", "columns", "plain"],
-    3: ["fsdp", "rows", "columns", "replicated"],
-    4: ["fsdp", "rows", "columns", "hsdp", "fsdp x tp"],
+    1: ["fsdp", "rows", "streamed"],
+    2: ["fsdp", "columns", "plain", "resharded", "streamed"],
+    3: ["fsdp", "rows", "columns", "replicated", "boxes", "streamed"],
+    4: ["fsdp", "rows", "columns", "hsdp", "fsdp x tp", "streamed"],
 }
 
 

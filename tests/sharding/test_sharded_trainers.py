@@ -46,7 +46,7 @@ def trainer(tmp_path: Path):
         process.communicate()
 
 
-@pytest.mark.parametrize("backend", ["memory", "filesystem"])
+@pytest.mark.parametrize("backend", ["memory", "filesystem", "nccl"])
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, backend, trainer, tmp_path):
     ranks = trainer(world, backend)
@@ -74,7 +74,7 @@ def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, backend,
             sent = [json.loads(rank.stdout.readline()) for rank in ranks]
             assert {line["layout"] for line in sent} == {layout}
             assert sum(line["nbytes"] for line in sent) == total
-            if layout in ("fsdp", "rows", "replicated", "plain"):
+            if layout in ("fsdp", "rows", "replicated", "plain", "streamed"):
                 # Nobody serves more than its share and the largest tensor's.
                 largest = max(tensor.nbytes for tensor in mine.state_dict().values())
                 assert max(line["nbytes"] for line in sent) <= total / world + largest

@@ -6,7 +6,7 @@ it sends two versions in a session of its own and prints one JSON line a version
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import weightwire
+from weightwire import LocalShard
 from weightwire.sources import WeightSource, as_source
+from weightwire.streaming import StreamingSource
 
 
 def shard_all(built: nn.Module, mesh: DeviceMesh, dim: int | None) -> dict[str, torch.Tensor]:
@@ -26,6 +28,20 @@ def shard_all(built: nn.Module, mesh: DeviceMesh, dim: int | None) -> dict[str, 
     for name, tensor in built.state_dict().items():
         fits = dim is not None and dim < tensor.dim()
         placed[name] = distribute_tensor(tensor, mesh, [Shard(dim) if fits else Replicate()])
+    return placed
+
+
+def declared(built: nn.Module) -> dict[str, torch.Tensor | LocalShard]:
+    """Boxes that no placement describes: uneven rows, and what other ranks have left out."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    placed: dict[str, torch.Tensor | LocalShard] = {}
+    for number, (name, tensor) in enumerate(built.state_dict().items()):
+        if tensor.dim() == 2 and tensor.shape[0] > world:
+            edges = [0, 1, 3, tensor.shape[0]]
+            begin, end = edges[rank], edges[rank + 1]
+            placed[name] = LocalShard(tensor[begin:end], tuple(tensor.shape), (begin, 0))
+        elif number % world == rank:
+            placed[name] = tensor
     return placed
 
 
@@ -52,13 +68,31 @@ class Current(WeightSource):
     """A trainer that makes its sharded model anew for each version."""
 
     def __init__(self) -> None:
-        self.built: nn.Module | dict[str, torch.Tensor] = {}
+        self.built: nn.Module | dict[str, torch.Tensor | LocalShard] = {}
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor | LocalShard]:
         return as_source(self.built).tensors()
 
 
-def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor]:
+class Exported:
+    """A trainer whose export is a collective: each tensor comes from the rank that holds it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(4096, dtype=torch.uint8)  # reused: what was yielded goes stale
+        for number, (name, value) in enumerate(full_values(self.version).items()):
+            shape, source = value.shape, number % dist.get_world_size()
+            raw = buffer[: value.nbytes]
+            if dist.get_rank() == source:
+                raw.copy_(value.reshape(-1).view(torch.uint8))
+            dist.broadcast(raw, source)
+            yield name, raw.view(value.dtype).view(shape)
+            raw.fill_(0xFF)
+
+
+def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor | LocalShard]:
     world = dist.get_world_size()
     flat = DeviceMesh("cpu", list(range(world)))
     built = model()
@@ -72,6 +106,10 @@ def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor]:
             return shard_all(built, flat, 0)
         case "columns":
             return shard_all(built, flat, 1)
+        case "resharded":  # another layout each time
+            return shard_all(built, flat, version % 2)
+        case "boxes":
+            return declared(built)
         case "replicated":
             return shard_all(built, flat, None)
         case "hsdp":
@@ -90,7 +128,8 @@ def main() -> None:
         "gloo", init_method=f"file://{directory / 'trainer'}", rank=rank, world_size=world
     )
     for number, layout in enumerate(LAYOUTS[world]):
-        source = Current()
+        current, exported = Current(), Exported()
+        source = StreamingSource(exported) if layout == "streamed" else current
         with weightwire.open_sender(
             sys.argv[4],
             session=f"file://{directory / str(number)}",
@@ -101,7 +140,9 @@ def main() -> None:
             timeout=60,
         ) as sender:
             for version in (1, 2):
-                source.built = build(layout, version)
+                exported.version = version
+                if layout != "streamed":
+                    current.built = build(layout, version)
                 report = sender.send(version)
                 print(json.dumps({"layout": layout, "nbytes": report.nbytes}), flush=True)
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from weightwire.cuts import Cuts
 from weightwire.grouping import layer_key
 from weightwire.sources import WireRules, as_source, resolve
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable, dtype_name
@@ -85,11 +86,12 @@ def sync(
     target.begin(1)
     handed = []
     try:
-        for index, group in enumerate(sent.table.groups):
+        cuts = Cuts(sent.table)
+        for index in range(len(sent.table.groups)):
             if index == stop_before:
                 raise Interrupted
             buffers = {
-                region: sent.box(region) for region in regions if region.tensor in group.tensors
+                region: sent.box(region) for region in regions if cuts.group_of(region) == index
             }
             if buffers:
                 target.write(index, buffers)

@@ -136,3 +136,16 @@ def test_unknown_architectures_and_directories_are_named(tmp_path):
     assert found.returncode == 1
     assert "nonesuch" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_without_vllm_nothing_takes_its_place(checkpoint, monkeypatch):
+    from weightwire.errors import BackendUnavailable
+    from weightwire.planning import PlanRequest
+    from weightwire.topology import Inference, Trainer
+    from weightwire_vllm import compat
+    from weightwire_vllm.planning import plan_ranks
+
+    monkeypatch.setattr(compat, "vllm_version", lambda: None)
+    request = PlanRequest(checkpoint("qwen3-tied"), Trainer(), Inference(), (0,))
+    with pytest.raises(BackendUnavailable, match="vLLM isn't installed: install vllm"):
+        next(plan_ranks(request))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weightwire.errors import HandleError, TableMismatch
+from weightwire.grouping import make_groups
 from weightwire.table import Group
 from weightwire_vllm.compare import compare, flip_bit, reachable_tensors, snapshot
 from weightwire_vllm.inprocess import on_model
@@ -61,6 +62,24 @@ def test_tensors_may_arrive_in_any_grouping(settled, payload):
     # One tensor a group: q, k and v, and experts, come apart.
     single = tuple(Group((index,)) for index in range(len(sent.table.tensors)))
     table = msgspec.structs.replace(sent.table, groups=single)
+    lab.sync(dataclasses.replace(sent, table=table), poison=True)
+    lab.is_("B")
+
+
+def test_tensors_may_be_cut_over_groups_and_lie_in_blocks(settled, payload):
+    """What a layer has of a tensor that is larger than the budget arrives piece by piece."""
+    lab = settled
+    sent = lab.of("B")
+    groups = make_groups(sent.table.tensors, 3000)
+    entries = list(sent.table.tensors)
+    for i, entry in enumerate(entries):
+        parts = [group.parts[i] for group in groups if i in group.parts]
+        if len(entry.shape) == 2 and all(part.sizes[1] == entry.shape[1] for part in parts):
+            entries[i] = msgspec.structs.replace(entry, blocks=2 - entry.shape[1] % 2)
+    table = msgspec.structs.replace(sent.table, tensors=tuple(entries), groups=groups)
+    table.validate()
+    assert any(group.parts for group in groups)
+    assert any(entry.blocks > 1 for entry in entries)
     lab.sync(dataclasses.replace(sent, table=table), poison=True)
     lab.is_("B")
 

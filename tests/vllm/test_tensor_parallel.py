@@ -16,8 +16,15 @@ import pytest
     [
         ("qwen3-tied", ""),
         *(
-            pytest.param(kind, "cold", marks=pytest.mark.soak)
-            for kind in ("qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")
+            pytest.param(kind, mode, marks=pytest.mark.soak)
+            for kind, mode in (
+                ("qwen3", "cold"),
+                ("qwen3_moe", "cold"),
+                ("deepseek_v3", "cold"),
+                ("glm4_moe", "cold"),
+                ("qwen3_moe", "cold ep"),
+                ("deepseek_v3", "cold ep"),
+            )
         ),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weightwire.errors import UnsupportedOperation
+from weightwire.hostmemory import bytes_of
 
 __all__ = ["tensor_bytes"]
 
@@ -21,6 +21,4 @@ def tensor_bytes(tensor: Tensor, name: str) -> memoryview:
             f"tensor {name!r} lies on {tensor.device} with strides {tensor.stride()}: the "
             "filesystem backend takes contiguous tensors on the CPU; copy it there first"
         )
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(tensor)

@@ -79,6 +79,8 @@ def run(
         with _Child(work, nbytes, device) as child:
             side = _Side(work, nbytes, device, rank=0)
             try:
+                for name, url in side.open_senders().items():
+                    child.ask("open", f"{name} {url}")
                 return _rounds(side, child, repeats)
             finally:
                 child.ask("close")
@@ -223,17 +225,26 @@ class _Side:
         self._group = _raw_group(work, rank, self.device)
         self.senders: dict[str, weightwire.WeightSender] = {}
         self.receivers: dict[str, weightwire.WeightReceiver] = {}
-        for name, model in self.models.items():
-            url = (work / f"session-{name}").as_uri()
-            if rank == 0:
-                self.senders[name] = weightwire.open_sender(
-                    "nccl", session=url, source=model, timeout=_TIMEOUT
-                )
-            else:
-                self.receivers[name] = weightwire.open_receiver(
-                    "nccl", session=url, target=model, receiver_id="engine", timeout=_TIMEOUT
-                )
         self._other: Tensor | None = None
+
+    def open_senders(self) -> dict[str, str]:
+        """The sessions' URLs, by model: in memory, where no disk has a say."""
+        for name, model in self.models.items():
+            url = f"tcp://127.0.0.1:0/{name}"
+            self.senders[name] = weightwire.open_sender(
+                "nccl", session=url, source=model, timeout=_TIMEOUT
+            )
+        return {name: sender.session_url for name, sender in self.senders.items()}
+
+    def open_receiver(self, argument: str) -> None:
+        name, url = argument.split(" ")
+        self.receivers[name] = weightwire.open_receiver(
+            "nccl",
+            session=url,
+            target=self.models[name],
+            receiver_id="engine",
+            timeout=_TIMEOUT,
+        )
 
     def change(self, seed: int) -> None:
         """New random bytes."""
@@ -358,6 +369,7 @@ class _Child:
 def _serve(work: Path, nbytes: int, device: str) -> None:
     side = _Side(work, nbytes, device, rank=1)
     commands: dict[str, Callable[[str], object]] = {
+        "open": side.open_receiver,
         "receive": side.receive,
         "raw": side.raw,
         "scramble": side.scramble,

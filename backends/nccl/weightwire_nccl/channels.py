@@ -18,9 +18,9 @@ from torch import Tensor
 
 from weightwire.contract import Policy, Seal
 from weightwire.errors import TableMismatch, TransferError
-from weightwire.table import Region, Shard
+from weightwire.table import Region
 from weightwire_nccl.epoch import Epoch
-from weightwire_nccl.pieces import ChannelPlan, Message, Piece
+from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message, Piece
 from weightwire_nccl.records import HEADER_BYTES, Header, decode
 from weightwire_nccl.staging import Staging, raw, unpack
 from weightwire_nccl.wire import Wire, Work
@@ -94,7 +94,7 @@ class Owner(_End):
     """A trainer rank's end of its channels.
 
     Args:
-        shards: of this rank, by tensor.
+        shards: of this rank.
         seals: most bytes of a seal, by group.
 
     Attributes:
@@ -106,7 +106,7 @@ class Owner(_End):
         epoch: Epoch,
         staging: Staging,
         channels: Sequence[Channel],
-        shards: Mapping[int, Shard],
+        shards: GroupShards,
         seals: Sequence[int],
     ) -> None:
         super().__init__(epoch, staging, channels)
@@ -144,14 +144,19 @@ class Owner(_End):
             for channel in channels:
                 messages = channel.plan.of_group(group)
                 if number < len(messages):
-                    self._send(channel, messages[number], tensors)
+                    self._send(channel, group, messages[number], tensors)
         self._finish_messages()
         for reader, work in framed:
             self.epoch.complete(work, reader)
 
-    def _send(self, channel: Channel, message: Message, tensors: Mapping[int, Tensor]) -> None:
+    def _send(
+        self, channel: Channel, group: int, message: Message, tensors: Mapping[int, Tensor]
+    ) -> None:
+        shards = self._shards[group]
         boxes = [
-            _cut(tensors[piece.tensor], piece, self._shards[piece.tensor].offsets)
+            tensors[piece.tensor]
+            if piece.is_shard
+            else _cut(tensors[piece.tensor], piece, shards[piece.tensor].offsets)
             for piece in message.pieces
         ]
         as_it_lies = _travels(boxes, self.epoch.device)
@@ -249,7 +254,9 @@ class Reader(_End):
 
     def _receive(self, channel: Channel, message: Message, memory: Mapping[int, Tensor]) -> None:
         boxes = [
-            _cut(memory[piece.region], piece, self._regions[piece.region].offsets)
+            memory[piece.region]
+            if piece.is_region
+            else _cut(memory[piece.region], piece, self._regions[piece.region].offsets)
             for piece in message.pieces
         ]
         in_place = _travels(boxes, self.epoch.device)

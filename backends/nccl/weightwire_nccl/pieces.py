@@ -19,6 +19,7 @@ from weightwire.table import Region, Shard, TensorTable
 
 __all__ = [
     "ChannelPlan",
+    "GroupShards",
     "Message",
     "Piece",
     "ReadPlan",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 Point = tuple[int, ...]
+GroupShards = Sequence[Mapping[int, Shard]]
+"""By group and tensor: an owner's shard, or what of it travels in that group."""
 
 LARGE = 256 << 10
 """Bytes from which on a piece travels by itself."""
@@ -44,6 +47,8 @@ class Piece:
         region: position in the reader's regions.
         tensor: index into the table's tensors.
         begin, end: in the tensor's global index space.
+        is_shard, is_region: whether it is all of the owner's shard, or of the region;
+            with thousands of small tensors cutting each costs more than sending them.
     """
 
     region: int
@@ -51,6 +56,8 @@ class Piece:
     begin: Point
     end: Point
     nbytes: int
+    is_shard: bool
+    is_region: bool
 
     @property
     def sizes(self) -> Point:
@@ -98,16 +105,15 @@ class ReadPlan:
         for position, region in enumerate(regions):
             self._by_tensor.setdefault(region.tensor, []).append((position, region))
 
-    def channel(self, shards: Mapping[int, Shard]) -> ChannelPlan:
-        """Of the owner that holds these shards, by tensor."""
+    def channel(self, held: GroupShards) -> ChannelPlan:
+        """Of the owner that holds these shards in each group."""
         groups = {}
-        for group, members in enumerate(self._table.groups):
+        for group, shards in enumerate(held):
             pieces = [
                 piece
-                for i in members.tensors
-                if i in self._by_tensor and i in shards
-                for position, region in self._by_tensor[i]
-                for piece in self._pieces(position, region, shards[i])
+                for i, shard in shards.items()
+                for position, region in self._by_tensor.get(i, ())
+                for piece in self._pieces(position, region, shard)
             ]
             if pieces:
                 groups[group] = tuple(self._messages(pieces))
@@ -125,7 +131,9 @@ class ReadPlan:
             return
         itemsize = self._table.tensors[region.tensor].torch_dtype.itemsize
         for low, high, nbytes in _split(begin, end, itemsize, self._bucket_bytes):
-            yield Piece(position, region.tensor, low, high, nbytes)
+            sizes = tuple(e - b for b, e in zip(low, high, strict=True))
+            is_shard, is_region = sizes == shard.sizes, sizes == region.sizes
+            yield Piece(position, region.tensor, low, high, nbytes, is_shard, is_region)
 
     def _messages(self, pieces: Sequence[Piece]) -> Iterator[Message]:
         most = min(PACKED, self._bucket_bytes)
@@ -162,12 +170,21 @@ def _split(
         yield from _split(low, high, itemsize, most)
 
 
-def shards_by_owner(table: TensorTable) -> dict[int, dict[int, Shard]]:
-    """By owner and tensor; a rank has at most one shard of a tensor."""
-    found: dict[int, dict[int, Shard]] = {}
-    for i, entry in enumerate(table.tensors):
-        for shard in entry.shards:
-            found.setdefault(shard.owner, {})[i] = shard
+def shards_by_owner(table: TensorTable) -> Mapping[int, GroupShards]:
+    """What each owner serves in each group; a rank has at most one shard of a tensor."""
+    found: dict[int, list[dict[int, Shard]]] = {}
+    for group, members in enumerate(table.groups):
+        for i in members.tensors:
+            part = members.parts.get(i)
+            for shard in table.tensors[i].shards:
+                if part is not None:
+                    here = part.meet(shard.offsets, shard.sizes)
+                    if here is None:
+                        continue
+                    shard = Shard(shard.owner, here.offsets, here.sizes)
+                if shard.owner not in found:
+                    found[shard.owner] = [{} for _ in table.groups]
+                found[shard.owner][group][i] = shard
     return found
 
 

@@ -60,13 +60,11 @@ class NcclReceiver(ReceiverTransport):
         self._plan = plan_digest(self._table_digest, self._encoded) if self._regions else ""
         plan = ReadPlan(table, self._regions, self._config.bucket_bytes)
         self._plans, self._seals = {}, {}
-        for owner, shards in sorted(shards_by_owner(table).items()):
-            channel = plan.channel(shards)
+        for owner, held in sorted(shards_by_owner(table).items()):
+            channel = plan.channel(held)
             if channel.groups:
                 self._plans[owner] = channel
-                self._seals[owner] = [
-                    seal_bound(sum(i in shards for i in group.tensors)) for group in table.groups
-                ]
+                self._seals[owner] = [seal_bound(len(shards)) for shards in held]
 
     def describe(self) -> bytes:
         healthy = self._epoch is not None and self._epoch.failure is None

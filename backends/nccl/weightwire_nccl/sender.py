@@ -12,13 +12,13 @@ from torch import Tensor
 
 from weightwire.contract import Context, Offer, Seal, SenderTransport
 from weightwire.errors import ConfigError, TableMismatch, TransferError, WeightWireError
-from weightwire.table import Shard, TensorTable
+from weightwire.table import TensorTable
 from weightwire_nccl.channels import Channel, Owner, receive_plan, seal_bound
 from weightwire_nccl.config import NcclConfig
 from weightwire_nccl.epoch import Epoch, Job
 from weightwire_nccl.meeting import Server, machine, own_address
 from weightwire_nccl.nccl import gpu_here
-from weightwire_nccl.pieces import ReadPlan, decode_regions, shards_by_owner
+from weightwire_nccl.pieces import GroupShards, ReadPlan, decode_regions, shards_by_owner
 from weightwire_nccl.records import (
     PROTOCOL,
     Member,
@@ -59,7 +59,7 @@ class NcclSender(SenderTransport):
         )
         self._table: TensorTable | None = None
         self._table_digest = ""
-        self._shards: dict[int, Shard] = {}
+        self._shards: GroupShards = ()
         self._seals: list[int] = []
         self._epoch: Epoch | None = None
         self._end: Owner | None = None
@@ -73,10 +73,8 @@ class NcclSender(SenderTransport):
     def set_table(self, table: TensorTable) -> None:
         rank = self._context.rank
         self._table, self._table_digest = table, table.digest()
-        self._shards = shards_by_owner(table).get(rank, {})
-        self._seals = [
-            seal_bound(sum(i in self._shards for i in group.tensors)) for group in table.groups
-        ]
+        self._shards = shards_by_owner(table).get(rank, [{} for _ in table.groups])
+        self._seals = [seal_bound(len(shards)) for shards in self._shards]
         self._plans.clear()
 
     def describe(self) -> bytes:

@@ -25,6 +25,7 @@ import types
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weightwire.errors import BackendUnavailable, PeerLost, TransferError
+from weightwire_nixl import ucx_log
 
 __all__ = ["Agent", "Counters", "Descriptors", "Transfer", "library"]
 
@@ -97,6 +99,9 @@ def _import(name: str) -> Any:
         substitute.get_logger = lambda _: log.getChild("library")  # type: ignore[attr-defined]
         sys.modules[logging_name] = substitute
     try:
+        package = importlib.util.find_spec(name)
+        for place in (package.submodule_search_locations or ()) if package is not None else ():
+            ucx_log.capture(Path(place).resolve().parent / f"{name}.libs")
         return importlib.import_module(f"{name}._bindings")
     except ImportError as error:
         raise BackendUnavailable(
@@ -165,6 +170,7 @@ class Agent:
             self._agent = self._nixl.nixlAgent(self.name, config)
             self._agent.createBackend("UCX", dict(options or {}))
         except Exception as error:
+            ucx_log.take_over()
             raise BackendUnavailable(
                 f"NIXL can't start UCX here ({_text(error)}): check UCX_TLS and UCX_NET_DEVICES "
                 "(UCX_TLS=sm alone isn't enough: add tcp)"
@@ -351,10 +357,12 @@ class Agent:
         try:
             yield
         except self._errors.lost as error:
+            ucx_log.take_over()
             raise PeerLost(
                 f"{who} is gone (NIXL: {_text(error)}): restart it, and send again"
             ) from error
         except self._errors.others as error:
+            ucx_log.take_over()
             raise TransferError(
                 f"NIXL can't {doing} {who} ({_text(error)}): its log on stderr says why; "
                 "NIXL_LOG_LEVEL=DEBUG says more"

@@ -7,23 +7,27 @@ from torch import Tensor
 
 from weightwire.errors import ConfigError, TransferError
 from weightwire_nixl.agent import Agent
+from weightwire_nixl.memory import check_fits, check_shareable
 from weightwire_nixl.wire import Arena
 
 __all__ = ["Slots", "Words", "device_of"]
 
+_CPU = torch.device("cpu")
 _ALIGNMENT = 4096
 _WORD_STRIDE = 8  # words: a cache line each
 
 
-def device_of(option: str) -> torch.device:
+def device_of(option: str, tensors: torch.device = _CPU) -> torch.device:
     """The device that the option ``device`` means in this process.
+
+    Args:
+        tensors: where this rank's tensors lie.
 
     Raises:
         ConfigError: it names a device that isn't there.
     """
     if option == "auto":
-        uses_cuda = torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        option = f"cuda:{torch.cuda.current_device()}" if uses_cuda else "cpu"
+        option = str(tensors)
     device = torch.device(option)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -54,6 +58,7 @@ class Slots:
         self.slot_nbytes = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         self.device = device
         total = count * self.slot_nbytes
+        check_fits(total, device, f"an arena of {count} slots")
         try:
             self._memory = torch.empty(total, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:
@@ -61,6 +66,7 @@ class Slots:
                 f"{count} slots of {self.slot_nbytes} bytes on {device} can't be allocated: lower "
                 "group_bytes or max_retired_slots, or do without overlap"
             ) from error
+        check_shareable(self.address, device, f"an arena of {count} slots")
         agent.register(self._memory, f"an arena of {count} slots")
 
     @property

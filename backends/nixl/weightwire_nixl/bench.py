@@ -38,7 +38,6 @@ from weightwire.errors import ConfigError, TransferError
 from weightwire_nixl.agent import Agent, Descriptors, Operation
 from weightwire_nixl.arena import Slots
 from weightwire_nixl.bench_sides import Side, finish, round_trips
-from weightwire_nixl.config import NixlConfig
 
 __all__ = ["main", "run", "show"]
 
@@ -75,9 +74,7 @@ def run(
     if directories or threads is not None:
         raise ConfigError("the nixl benchmark has neither directories nor threads: leave them out")
     device = device or "cpu"
-    modes: dict[str, dict[str, Any]] = {"staged": {}}
-    if "zero_copy" in NixlConfig.model_fields:
-        modes["zero_copy"] = {"zero_copy": True}
+    modes: dict[str, dict[str, Any]] = {"staged": {}, "zero_copy": {"zero_copy": True}}
     work = Path(tempfile.mkdtemp(prefix="weightwire-bench-"))
     try:
         setup = {"work": str(work), "nbytes": nbytes, "modes": modes}
@@ -97,7 +94,7 @@ def run(
             "repeats": repeats,
             **result,
             "posting": _posting(),
-            "load": list(os.getloadavg()),
+            "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         }
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -23,11 +23,13 @@ class NixlConfig(BackendConfig):
             and between processes on one GPU.  Equal on both sides.
         unsafe_pull: allow ``direction="pull"`` over TCP, where a receiver that dies
             in the midst of a read can abort the trainer's process.
-        device: where arenas lie: ``auto`` (the current CUDA device if this process
-            uses CUDA, else host memory), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: where arenas lie: ``auto`` (where the tensors do, or as ``device=`` of
+            ``open_sender`` and ``open_receiver`` says), ``cpu``, ``cuda`` or ``cuda:N``.
         zero_copy: serve the trainer's own tensors where their dtype is the one on the
             wire and they are contiguous, instead of copying them into slots first.
             Their memory is registered, and stays allocated as long as this sender.
+        discovery: where ranks find each other's metadata: ``"session"``, or a
+            ModelExpress server, ``"modelexpress://host:port"``.  Equal on both sides.
         max_retired_slots: slots that may be set aside, because a transfer that can't
             be cancelled may still touch them, before this rank refuses to go on.
             A trainer rank reserves the memory for them at set-up, beside its one
@@ -38,4 +40,10 @@ class NixlConfig(BackendConfig):
     unsafe_pull: bool = False
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     zero_copy: bool = False
+    discovery: Annotated[
+        str,
+        StringConstraints(
+            max_length=300, pattern=r"^(session|modelexpress://[A-Za-z0-9_.:\[\]-]+:[0-9]{1,5})$"
+        ),
+    ] = "session"
     max_retired_slots: int = Field(default=2, ge=0, le=64)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weightwire.errors import ConfigError, TransferError
 from weightwire_nixl.agent import Agent
+from weightwire_nixl.memory import check_shareable
 from weightwire_nixl.runs import Runs
 
 __all__ = ["LiveGroup", "LiveMemory", "located", "split_by_place"]
@@ -78,6 +79,8 @@ class LiveMemory:
                 "held these tensors, because they get new memory again and again or lie "
                 "scattered: use zero_copy=False"
             )
+        for (address, _, _), tensor in fresh.items():
+            check_shareable(address, tensor.device, "a tensor that zero_copy serves")
         self.batches.append(
             self._agent.register_pieces(list(fresh), next(iter(fresh.values())).device.type)
         )

@@ -18,7 +18,7 @@ from weightwire_nixl.arena import Slots, Words, device_of
 from weightwire_nixl.aside import Aside
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
-from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import Owner
 from weightwire_nixl.peers import check_alike, soon
@@ -57,9 +57,9 @@ class NixlReceiver(ReceiverTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self._device = device_of(config.device)
+        self._device = device_of(config.device, context.device)
         self._fabric = choose_fabric(self._device)
-        self._discovery: Discovery = SessionDiscovery()
+        self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1
         self.counters = Counters()
         self._backlog = Backlog()

@@ -20,7 +20,7 @@ from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
-from weightwire_nixl.discovery import Discovery, SessionDiscovery
+from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
@@ -57,9 +57,10 @@ class NixlSender(SenderTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self._device = device_of(config.device)
+        self.column_blocks = not config.zero_copy  # live tensors lie row by row
+        self._device = device_of(config.device, context.device)
         self._fabric = choose_fabric(self._device)
-        self._discovery: Discovery = SessionDiscovery()
+        self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
         self.counters = Counters()
         self._agent: Agent | None = None

@@ -189,14 +189,17 @@ class Commands:
         self._instrument(backend)
         leaves = oracle.model(model, sizes)
         ranks = options["rank"], options["world_size"]
-        placed = Placed(placement, rendezvous, *ranks, options["timeout"]) if placement else None
+        placed = Placed(placement, rendezvous, *ranks) if placement else None
         if placed:
             self._leavings.spare_ports()
         cuts = placed.cuts(leaves) if placed else oracle.whole
         tensors = oracle.source(leaves, 0, seed, None, cuts)
         given = placed.place(leaves, tensors) if placed else tensors
         handle = weightwire.open_sender(
-            backend, session=session, source=edge.PointedSource(given, self._points), **options
+            backend,
+            session=session,
+            source=edge.PointedSource(given, self._points, oracle.CONVERSIONS.get(model)),
+            **options,
         )
         self._open = _Member(handle, leaves, tensors, seed, cuts, placed)
         return {"pid": os.getpid(), "incarnation": handle.incarnation}
@@ -230,7 +233,7 @@ class Commands:
         handle = weightwire.open_receiver(
             backend,
             session=session,
-            target=edge.PointedTarget(inner, self._points, staged=staged),
+            target=edge.point_target(inner, self._points, staged=staged),
             receiver_id=receiver_id,
             **options,
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightwire_conformance.rig.placements import PRELOAD
+from weightwire_conformance.rig.placements import MEETING_SECONDS, PRELOAD
 from weightwire_conformance.rig.pool import Pool
 from weightwire_conformance.rig.worker import Call, Calls, RemoteError, Worker, gather, until
 
@@ -204,6 +204,8 @@ class Fleet:
             # What torch keeps of a process group isn't for the next scenario.
             self.pool.preload(*PRELOAD)
             workers = [self.worker(fresh=True) for _ in range(ranks)]
+            for worker in workers:  # they meet before they open
+                worker.patience += MEETING_SECONDS
         opening = {
             **self._common(model, sizes),
             "group_bytes": 8 << 10,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weightwire_conformance.oracle import Cut, Cuts, Leaf, Model
 
-__all__ = ["PLACEMENTS", "PRELOAD", "Placed", "part"]
+__all__ = ["MEETING_SECONDS", "PLACEMENTS", "PRELOAD", "Placed", "part"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ PLACEMENTS: Mapping[str, Placement] = {
 
 PRELOAD = ("torch.distributed.tensor", "torch._dynamo")
 """What making a DTensor imports, which takes a second."""
+MEETING_SECONDS = 30.0
+"""In which all ranks of a trainer have found each other."""
 
 
 class Placed:
@@ -61,9 +63,7 @@ class Placed:
         rendezvous: a file that all ranks can see, and that doesn't exist yet.
     """
 
-    def __init__(
-        self, placement: str, rendezvous: str, rank: int, world_size: int, seconds: float
-    ) -> None:
+    def __init__(self, placement: str, rendezvous: str, rank: int, world_size: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         self._placement = PLACEMENTS[placement]
@@ -72,7 +72,7 @@ class Placed:
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=MEETING_SECONDS),
         )
         self._shape = self._placement.mesh(world_size)
         self._mesh = init_device_mesh("cpu", self._shape)

@@ -17,6 +17,9 @@ from weightwire_conformance.rig.worker import Worker
 __all__ = ["Pool"]
 
 
+_IMPORT_SECONDS = 120.0
+
+
 class Pool:
     """Workers of one run.
 
@@ -77,7 +80,7 @@ class Pool:
                 with posix.local_socket() as connection:
                     connection.connect(self._address)
                     connection.sendall(f"import {module}\n".encode())
-                    connection.settimeout(self.patience)
+                    connection.settimeout(_IMPORT_SECONDS)
                     connection.recv(1)  # closed when it is done
                 self._loaded.add(module)
 

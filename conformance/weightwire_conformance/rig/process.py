@@ -7,6 +7,7 @@ that connection, one JSON object a line.  It ends when the connection does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -113,8 +114,8 @@ def main(address: str) -> None:
         connection, _ = listener.accept()
         what, _, rest = _first_line(connection).partition(" ")
         if what == "import":
-            importlib.import_module(rest)
-            connection.close()
+            with connection, contextlib.suppress(ImportError):  # a worker says so when it tries
+                importlib.import_module(rest)
             continue
         if posix.fork() == 0:
             # Even a stopped worker ends with this process, and this one with the run.

@@ -5,8 +5,10 @@ __all__ = ["THEMES"]
 THEMES = {
     "tensors": "every tensor arrives, byte for byte",
     "placements": "shards of any placement become whole tensors",
+    "views": "checkpoint tensors arrive from a trainer that holds others",
     "versions": "versions follow each other",
     "membership": "receivers and senders come and go",
+    "worlds": "sides of several ranks act as one",
     "failures": "a failure is told, and doesn't last",
     "deadlines": "no wait outlasts its deadline",
     "tables": "what doesn't fit is refused before a byte moves",

@@ -11,7 +11,7 @@ from weightwire_conformance.scenario import scenario
 
 __all__: list[str] = []
 
-_SHORT_SECONDS = 2.0
+_SHORT_SECONDS = 3.0
 """Deadline of calls that nothing but it can end: a rank's siblings have no lease of its own."""
 
 

@@ -7,19 +7,58 @@ remedy), 2 the command line is wrong, 130 interrupted.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from weightwire._version import __version__
 from weightwire.cli import backends, bench, conformance, demo, inspect, plan
-from weightwire.errors import WeightWireError
+from weightwire.errors import PluginError, WeightWireError
+from weightwire.plugins import registry
 
 __all__ = ["app", "main"]
 
+
+class _Commands(TyperGroup):
+    """The built-in subcommands, which no plug-in replaces, and those of plug-ins.
+
+    Plug-ins are loaded when all are listed, or for a name that isn't built in.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        ours = super().list_commands(ctx)
+        return ours + [name for name in registry().command_names() if name not in ours]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        ours = super().get_command(ctx, cmd_name)
+        if ours is not None or cmd_name not in registry().command_names():
+            return ours
+        try:
+            return _command(cmd_name, registry().command(cmd_name))
+        except PluginError as error:  # it hurts who calls it, and not who lists all
+            return _command(cmd_name, _refusal(error))
+
+
+def _command(name: str, function: Callable[..., object]) -> Any:
+    made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    made.command(name)(function)
+    return typer.main.get_command(made)
+
+
+def _refusal(error: PluginError) -> Callable[[], None]:
+    def refuse() -> None:
+        raise error
+
+    refuse.__doc__ = str(error)
+    return refuse
+
+
 app = typer.Typer(
     name="weightwire",
+    cls=_Commands,
     help="Move RL policy weights from trainers to running inference engines.",
     no_args_is_help=True,
     add_completion=False,

@@ -18,7 +18,11 @@ class MemoryConfig(BackendConfig):
         directory: where the shared files lie; by default ``/dev/shm`` where there
             is one, else the directory for temporary files.
         max_bytes: most bytes that one rank's file may take.
+        column_blocks: lay large matrices out in blocks of columns, as transports do to
+            which every contiguous run is a descriptor.  A copy between processes of
+            one host is faster without.
     """
 
     directory: Path | None = None
     max_bytes: int = Field(default=1 << 40, gt=0)
+    column_blocks: bool = False

@@ -12,11 +12,11 @@ from torch import Tensor
 from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
 from weightwire.cuts import Cuts
 from weightwire.errors import ConfigError, PeerLost, TransferError
-from weightwire.layout import ALIGNMENT, SlotLayout, slot_layout
+from weightwire.layout import ALIGNMENT, SlotLayout, intersection, slot_layout, views
 from weightwire.memory.config import MemoryConfig
 from weightwire.memory.segment import PAGE, Segment, default_directory, remove_orphans, segment_name
 from weightwire.memory.wire import ReaderInfo, SenderInfo, decode, session_path
-from weightwire.table import Region, Shard, TensorTable
+from weightwire.table import Region, TensorTable
 
 __all__ = ["MemoryReceiver"]
 
@@ -50,7 +50,7 @@ class MemoryReceiver(ReceiverTransport):
         for region in regions:
             group = cuts.group_of(region)
             for shard in table.tensors[region.tensor].shards:
-                if _intersection(region, shard) is not None:
+                if intersection(region, shard) is not None:
                     reads.setdefault(shard.owner, set()).add(group)
         self._reads = {owner: tuple(sorted(groups)) for owner, groups in reads.items()}
         self._release_segment()
@@ -140,13 +140,8 @@ class MemoryReceiver(ReceiverTransport):
         with torch.no_grad():
             for position, memory in regions.items():
                 region = self._regions[position]
-                shard = layout.shards.get(region.tensor)
-                box = _intersection(region, shard) if shard is not None else None
-                if shard is None or box is None:
-                    continue
-                _cut(memory, box, region.offsets).copy_(
-                    _cut(layout.places[region.tensor].view(slot), box, shard.offsets)
-                )
+                for destination, source in views(layout, region.tensor, slot, region, memory):
+                    destination.copy_(source)
         if int(segment.words[word]) != generation:
             raise PeerLost(
                 f"sender rank {owner} reused the slot of group {group} while it was read: "
@@ -197,21 +192,3 @@ class _Announced(NamedTuple):
 
     slot: int
     generation: int
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _intersection(region: Region, shard: Shard) -> Box | None:
-    begin = tuple(max(a, b) for a, b in zip(region.offsets, shard.offsets, strict=True))
-    end = tuple(
-        min(a + m, b + n)
-        for a, m, b, n in zip(region.offsets, region.sizes, shard.offsets, shard.sizes, strict=True)
-    )
-    return None if any(b >= e for b, e in zip(begin, end, strict=True)) else (begin, end)
-
-
-def _cut(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
-    begin, end = box
-    slices = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
-    return tensor[slices] if slices else tensor

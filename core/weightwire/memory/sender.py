@@ -44,6 +44,7 @@ class MemorySender(SenderTransport):
         assert isinstance(config, MemoryConfig)  # noqa: S101 - core validated it
         self._context = context
         self._config = config
+        self.column_blocks = config.column_blocks
         self._directory = config.directory or default_directory()
         if not self._directory.is_dir():
             raise ConfigError(

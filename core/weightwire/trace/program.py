@@ -81,12 +81,18 @@ def compile_tape(tape: Tape, table: TensorTable) -> Program:
     program = Program(reads.regions, reads=reads.by_ref, pieces=reads.pieces)
     cuts = Cuts(table)
     groups = sorted({cuts.group_of(region) for region in program.regions})
-    arrives = {name: cells.last_group(i) for name, i in carriers.items()}
-    for view in table.views:
-        # A view may have the name of a tensor that it is made of.
-        arrives[view.name] = max(cells.last_group(carriers[name]) for name in view.sources())
+    # A view may have the name of a tensor that it is made of.
+    views = {view.name: view for view in table.views}
+
+    def during(source: int) -> int:
+        """The group in which the last of a tensor that the loader was given arrives."""
+        if source < 0:
+            return 0
+        name = tape.sources[source].name
+        inner = views[name].sources() if name in views else (name,)
+        return max(cells.last_group(carriers[name]) for name in inner)
+
     end = len(table.groups)
-    during = [arrives[weight.name] for weight in tape.sources]
     last_use: dict[str | int, int] = {}
     for group, instruction in _schedule(live, reads.by_ref, during):
         at = bisect.bisect_left(groups, group)
@@ -155,7 +161,7 @@ class _Spans:
 
 
 def _schedule(
-    instructions: Sequence[Instruction], reads: Mapping[Ref, Read], during: Sequence[int]
+    instructions: Sequence[Instruction], reads: Mapping[Ref, Read], during: Callable[[int], int]
 ) -> list[tuple[int, Instruction]]:
     """Instructions with their groups, in recorded order."""
     spans: dict[tuple[Kind, str | int], _Spans] = {}
@@ -173,7 +179,7 @@ def _schedule(
             if known is not None:
                 group = max(group, known.latest(*ref.span))
         if group < 0:
-            group = during[instruction.during] if during else 0
+            group = during(instruction.during)
         # Readers hold back writers too: what they read must not be changed before.
         for ref in (*touched, *(output for output in instruction.outputs if output is not None)):
             spans.setdefault(ref.storage, _Spans()).add(*ref.span, group)

@@ -115,35 +115,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         known = [tensor for tensor in tensors if _storage(tensor) in self._storages]
+        if not known:
+            # Most of what a loader does is bookkeeping on tensors of its own.
+            result = func(*args, **kwargs)
+            if not any(tensor.is_meta for tensor in _tensors((result,))):
+                return result
+            operands = tree_map(self._operand, (args, kwargs))
+            outputs = self._outputs(result)
+            if any(output is not None for output in outputs):
+                name = func._schema.name.rpartition("::")[2]
+                self._record(func, operands, tensors, [], outputs, name)
+            return result
+        written = _written(func, args, kwargs)
         name = func._schema.name.rpartition("::")[2]
-        if known:
-            if func is _aten._local_scalar_dense.default or name in ("equal", "nonzero"):
-                raise TraceError(self._said(known, f"reads values ({func})"))
-            if name in _REBINDS:
-                raise TraceError(self._said(known, f"moves it to other memory ({func})"))
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                raise TraceError(self._said(known, f"draws random numbers ({func})"))
+        if func is _aten._local_scalar_dense.default or name in ("equal", "nonzero"):
+            raise TraceError(self._said(known, f"reads values ({func})"))
+        if name in _REBINDS:
+            raise TraceError(self._said(known, f"moves it to other memory ({func})"))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(self._said(known, f"draws random numbers ({func})"))
         for tensor in written:
             if not self._is_tracked(tensor):
-                if known:
-                    raise TraceError(
-                        self._said(known, f"changes a tensor that is no parameter ({func})")
-                    )
-            elif self._storages[_storage(tensor)][0] is Kind.SOURCE:
+                raise TraceError(
+                    self._said(known, f"changes a tensor that is no parameter ({func})")
+                )
+            if self._storages[_storage(tensor)][0] is Kind.SOURCE:
                 self._privatise(tensor)
         # Before the call: an in-place operator on a view changes no extents, but
         # operands must be named by what their storages stand for now.
-        operands = tree_map(lambda leaf: self._operand(leaf), (args, kwargs))
+        operands = tree_map(self._operand, (args, kwargs))
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
             raise TraceError(self._said(known, f"needs values ({func}): {error}")) from error
-        outputs = self._outputs(result)
-        if known or any(output is not None for output in outputs):
-            self._record(func, operands, tensors, written, outputs, name)
+        self._record(func, operands, tensors, written, self._outputs(result), name)
         return result
 
     def _is_tracked(self, tensor: Tensor) -> bool:
@@ -338,6 +345,17 @@ def _family(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "float8" if dtype.itemsize == 1 else "float"
     return "bool" if dtype == torch.bool else "integer"
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments or results: by themselves, or in lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(_tensors(value))
+    return found
 
 
 def _storage(tensor: Tensor) -> int:

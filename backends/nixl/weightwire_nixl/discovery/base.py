@@ -10,12 +10,15 @@ import xxhash
 
 from weightwire.errors import TransferError
 
-__all__ = ["MAX_PAYLOAD", "Discovery", "Side", "frame", "unframe"]
+__all__ = ["MAX_PAYLOAD", "REFERENCE", "Discovery", "Side", "frame", "name_of", "unframe"]
 
 Side = Literal["sender", "receiver"]
 
 MAX_PAYLOAD = 1 << 26
 """Bytes of the largest payload that is read."""
+
+REFERENCE = b"reference:"
+"""How a payload begins that only says where the real one lies."""
 
 _MAGIC = b"WWNX"
 _HEAD = struct.Struct("<4sHxxQQ")  # magic, format, length, checksum
@@ -51,6 +54,11 @@ class Discovery(ABC):
 
     def close(self) -> None:
         """Withdraw what was published.  Idempotent."""
+
+
+def name_of(side: Side, member: str, rank: int) -> str:
+    """A rank, for messages."""
+    return f"sender rank {rank}" if side == "sender" else f"receiver {member!r} rank {rank}"
 
 
 def frame(payload: bytes) -> bytes:

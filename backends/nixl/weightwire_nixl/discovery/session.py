@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weightwire_nixl.discovery.base import Discovery, Side, frame, unframe
+from weightwire.errors import ConfigError
+from weightwire_nixl.discovery.base import REFERENCE, Discovery, Side, frame, name_of, unframe
 
 __all__ = ["SessionDiscovery"]
 
@@ -15,5 +16,11 @@ class SessionDiscovery(Discovery):
         return frame(payload)
 
     def get(self, side: Side, member: str, rank: int, carried: bytes) -> bytes:
-        who = f"sender rank {rank}" if side == "sender" else f"receiver {member!r} rank {rank}"
-        return unframe(carried, who)
+        who = name_of(side, member, rank)
+        payload = unframe(carried, who)
+        if payload.startswith(REFERENCE):
+            raise ConfigError(
+                f"{who} has its metadata at a ModelExpress server, and this side looks into the "
+                "session: give both sides the same nixl option 'discovery'"
+            )
+        return payload

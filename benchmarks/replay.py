@@ -1,0 +1,129 @@
+"""What a replay costs beside the copies that it must make.
+
+A dense bf16 model in a running vLLM is updated from tensors that lie in memory, as they
+do once they have arrived: planned once, then replayed.  Beside it, on the same
+tensors with the same threads, the copies that no replay can avoid: from the arena
+into a layer in load-time layout, and from there into the memory that its kernels
+know; one where the layer needs no processing.  These are made by
+``_foreach_copy_`` into memory allocated before.  Every repetition alternates the two.
+
+    python benchmarks/replay.py [--json] [--repeats 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory() as directory:
+        result = measure(Path(directory), arguments.hidden, arguments.layers, arguments.repeats)
+    print(
+        json.dumps(result) if arguments.json else "\n".join(f"{k}: {v}" for k, v in result.items())
+    )
+
+
+def measure(directory: Path, hidden: int, layers: int, repeats: int) -> dict[str, float]:
+    import torch
+
+    from weightwire.sources import WireRules, as_source, resolve
+    from weightwire.tables import build_table
+    from weightwire_vllm import inprocess
+    from weightwire_vllm.compare import comparable_engines
+    from weightwire_vllm.models import save_checkpoint, tiny_model
+    from weightwire_vllm.target import VllmTarget
+
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+        "vocab_size": 32000,
+    }
+    model = tiny_model("qwen3", 1, **sizes)
+    save_checkpoint(model, directory / "a")
+    other = tiny_model("qwen3", 2, **sizes)
+    with comparable_engines():  # oneDNN would pack, which is no copy
+        llm = inprocess.build_engine(directory / "a", dtype="bfloat16")
+        held = inprocess.on_model(llm, lambda model: model)
+        target = VllmTarget(held, inprocess.vllm_config(llm))
+        resolved = resolve(as_source(other), WireRules())
+        table = build_table([resolved.spec], 64 << 20)
+        regions = target.plan(table)
+        arrived = {}
+        for region in regions:
+            box = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
+            arrived[region] = resolved.tensors[table.tensors[region.tensor].name][box].clone()
+        from weightwire.cuts import Cuts
+
+        cuts = Cuts(table)
+        groups: dict[int, dict] = {}
+        for region, tensor in arrived.items():
+            groups.setdefault(cuts.group_of(region), {})[region] = tensor
+        plan = target._plan
+        arenas, layouts, kernels, direct, straight = [], [], [], [], []
+        for key in plan.trace.tape.written:
+            live = dict(held.named_parameters())[key].data
+            if plan.unit_of[key].staged:
+                layouts.append(torch.zeros_like(live))
+                arenas.append(torch.rand(live.shape).to(live.dtype))
+                kernels.append(torch.zeros_like(live))
+            else:
+                straight.append(torch.rand(live.shape).to(live.dtype))
+                direct.append(torch.zeros_like(live))
+
+        def replay() -> None:
+            target.begin(1)
+            for group in sorted(groups):
+                target.write(group, groups[group])
+            target.commit()
+
+        def copies() -> None:
+            torch._foreach_copy_(layouts, arenas)
+            torch._foreach_copy_(kernels, layouts)
+            if direct:
+                torch._foreach_copy_(direct, straight)
+
+        replay()
+        copies()
+        taken: dict[str, list[float]] = {"replay": [], "copies": []}
+        for _ in range(repeats):
+            for name, work in (("replay", replay), ("copies", copies)):
+                began = time.perf_counter()
+                work()
+                taken[name].append(time.perf_counter() - began)
+        wrong = [
+            name
+            for name, tensor in dict(held.named_parameters()).items()
+            if name.endswith("o_proj.weight")
+            and not torch.equal(tensor.data, other.state_dict()[name])
+        ]
+        assert not wrong, wrong
+        inprocess.stop_engine(llm)
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    return {
+        "nbytes": sum(tensor.nbytes for tensor in arrived.values()),
+        "threads": torch.get_num_threads(),
+        "replay_seconds": round(medians["replay"], 4),
+        "copies_seconds": round(medians["copies"], 4),
+        "ratio": round(medians["replay"] / medians["copies"], 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

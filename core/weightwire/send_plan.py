@@ -1,0 +1,267 @@
+"""A trainer rank's end of the transfer pipeline: groups through staging to the transport.
+
+Core drives it once for every backend.  Memory is bounded by one slot of the largest
+group; where a backend can take tensors where they lie, there is no slot at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weightwire.contract import Capabilities, Seal, SenderTransport
+from weightwire.deadline import Watch
+from weightwire.digest import Verify, box_digests, tensor_key
+from weightwire.errors import PluginError, TableMismatch
+from weightwire.exchange import Exchange, ExchangePlan, Piece
+from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
+from weightwire.materialise import CheckpointTensors
+from weightwire.report import Phases
+from weightwire.staging import Scratch, Stager
+from weightwire.streaming import Stream
+from weightwire.table import TensorTable
+
+__all__ = ["SendPlan"]
+
+_MASK = (1 << 64) - 1
+
+
+_CPU = torch.device("cpu")
+
+
+class SendPlan:
+    """What one trainer rank sends, group by group: made once per table.
+
+    Args:
+        exchange: how tensors that are cut over several ranks come together first.
+    """
+
+    def __init__(self, table: TensorTable, rank: int, exchange: ExchangePlan | None = None) -> None:
+        self.table = table
+        self._exchange = exchange
+        self._groups: list[tuple[int, SlotLayout, tuple[Piece, ...]]] = []
+        self._held = {
+            i: shard
+            for i, entry in enumerate(table.tensors)
+            for shard in entry.shards
+            if shard.owner == rank
+        }
+        for group in range(len(table.groups)):
+            layout = slot_layout(table, group, rank)
+            pieces = exchange.of_group(group) if exchange is not None else ()
+            if not any(rank in (piece.holder, piece.owner) for piece in pieces):
+                pieces = ()
+            self._groups.append((group, layout, pieces))
+        self._rank = rank
+        self._keys = [tensor_key(entry.name) for entry in table.tensors]
+        self.nbytes = sum(
+            place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
+        )
+        self._index = table.index()
+        self._scratch = Scratch()
+        self._stager = Stager()
+
+    def send(
+        self,
+        tensors: CheckpointTensors | Stream,
+        transport: SenderTransport,
+        capabilities: Capabilities,
+        exchange: Exchange,
+        *,
+        version: int,
+        verify: Verify,
+        watch: Watch,
+        phases: Phases,
+    ) -> int:
+        """Move every group of this rank; returns the digest of what was sent.
+
+        Args:
+            tensors: this rank's tensors by name, of a shard's shape where it is one; or
+                a stream that yields full ones.
+        """
+        total = 0
+        for group, layout, pieces in self._groups:
+            watch.check(f"end of group {group}")
+            if not layout.places and not pieces:
+                if isinstance(tensors, Stream):
+                    with phases.timed("stage"):
+                        self._step_through(group, tensors)
+                continue
+            with phases.timed("wait"):
+                slot = transport.slot(group, layout.nbytes) if layout.places else None
+            with phases.timed("stage"), torch.no_grad():
+                if isinstance(tensors, Stream):
+                    staged = self._stage_stream(group, layout, tensors, slot, transport)
+                else:
+                    assembled = {p.tensor for p in pieces} & layout.places.keys()
+                    staged = self._stage(layout, assembled, tensors, slot, transport, capabilities)
+                    if pieces:
+                        whole = {i: staged[i] for i in assembled}
+                        exchange.move(self.table, pieces, tensors, whole)
+            if not layout.places:
+                continue  # this rank only gave its shards to others
+            with phases.timed("verify"):
+                digests = self._digests(layout, staged, verify, version)
+            with phases.timed("announce"):
+                transport.put(group, staged, Seal(digests, self._rank))
+            total = (total + sum(digests.values())) & _MASK
+        if isinstance(tensors, Stream):
+            with phases.timed("stage"):
+                tensors.finish()
+        with phases.timed("wait"):
+            transport.finish()
+        return total
+
+    def _stage(
+        self,
+        layout: SlotLayout,
+        assembled: Set[int],
+        tensors: Mapping[str, Tensor],
+        slot: Tensor | None,
+        transport: SenderTransport,
+        capabilities: Capabilities,
+    ) -> dict[int, Tensor]:
+        """Tensors in wire dtype, ready to be sent; for those to be assembled only the memory."""
+        staged: dict[int, Tensor] = {}
+        copies: dict[torch.device, dict[int, Tensor | None]] = {}
+        for i, place in layout.places.items():
+            if i in assembled:
+                copies.setdefault(_CPU, {})[i] = None
+                continue
+            tensor = self._local(tensors, layout, i)
+            as_it_lies = (
+                slot is None
+                and tensor.dtype == place.dtype
+                and tensor.is_contiguous()
+                and tensor.device.type in capabilities.devices
+                # Lazily conjugated or negated views have other bits than values.
+                and not (tensor.is_conj() or tensor.is_neg())
+            )
+            if as_it_lies:
+                staged[i] = tensor
+                continue
+            near = tensor.device if tensor.device.type in capabilities.devices else _CPU
+            copies.setdefault(near, {})[i] = tensor
+        if copies and slot is None:
+            transport.settle()  # it may still send from the buffers' last content
+        destinations: list[Tensor] = []
+        sources: list[Tensor] = []
+        for device, values in copies.items():
+            places, memory = self._memory(layout, list(values), slot, device)
+            for i, value in values.items():
+                staged[i] = _as_staged(places[i], memory)
+                if value is not None:
+                    for to, source in _tiles(places[i], memory, value):
+                        destinations.append(to)
+                        sources.append(source)
+        if destinations:
+            self._stager.copy(destinations, sources)
+        return staged
+
+    def _stage_stream(
+        self,
+        group: int,
+        layout: SlotLayout,
+        stream: Stream,
+        slot: Tensor | None,
+        transport: SenderTransport,
+    ) -> dict[int, Tensor]:
+        """Copy a group's tensors to where they are sent from, as they come."""
+        if slot is None:
+            transport.settle()
+        places, memory = self._memory(layout, list(layout.places), slot, _CPU)
+        missing = set(places)
+        for name, tensor in stream.take(group, self._names(group)):
+            i = self._index[name]
+            if i in missing:
+                missing.discard(i)
+                pairs = _tiles(places[i], memory, self._local({name: tensor}, layout, i))
+                self._stager.copy([to for to, _ in pairs], [source for _, source in pairs])
+        if missing:
+            raise TableMismatch(
+                f"tensor {self.table.tensors[min(missing)].name!r} wasn't kept for its group: "
+                "send again"
+            )
+        return {i: _as_staged(place, memory) for i, place in places.items()}
+
+    def _step_through(self, group: int, stream: Stream) -> None:
+        """Take part in a group of which this rank serves nothing."""
+        for _ in stream.take(group, self._names(group)):
+            pass
+
+    def _names(self, group: int) -> list[str]:
+        return [self.table.tensors[i].name for i in self.table.groups[group].tensors]
+
+    def _memory(
+        self,
+        layout: SlotLayout,
+        indices: Sequence[int],
+        slot: Tensor | None,
+        device: torch.device,
+    ) -> tuple[dict[int, Place], Tensor]:
+        """Where tensors are staged: in the slot, or one after another in memory of our own."""
+        places = [layout.places[i] for i in indices]
+        if slot is not None:
+            return dict(zip(indices, places, strict=True)), slot
+        if any(place.borders for place in places):
+            raise PluginError(
+                "a transport with column_blocks gave no slot: it must, for such tensors"
+            )
+        kept, size = lay_out([(place.dtype, place.shape) for place in places])
+        return dict(zip(indices, kept, strict=True)), self._scratch.take(size, device)
+
+    def _local(self, tensors: Mapping[str, Tensor], layout: SlotLayout, i: int) -> Tensor:
+        """What this rank holds of a tensor, as far as it travels in the layout's group."""
+        here = layout.shards[i]
+        tensor = tensors[self.table.tensors[i].name]
+        return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
+
+    def _digests(
+        self, layout: SlotLayout, staged: Mapping[int, Tensor], verify: Verify, version: int
+    ) -> dict[int, int]:
+        if verify == "off":
+            return {}
+        located: list[tuple[int, Tensor, tuple[int, ...]]] = []
+        for i, tensor in staged.items():
+            place, offsets = layout.places[i], layout.shards[i].offsets
+            if not place.borders:
+                located.append((i, tensor, offsets))
+                continue
+            flat = tensor.view(torch.uint8)  # only this place of the slot
+            for column, tile in replace(place, begin=0).tile_views(flat):
+                located.append((i, tile, (*offsets[:-1], offsets[-1] + column)))
+        found = box_digests(
+            [box for _, box, _ in located],
+            [self._keys[i] for i, _, _ in located],
+            [self.table.tensors[i].shape for i, _, _ in located],
+            [offsets for _, _, offsets in located],
+            verify,
+            version,
+        )
+        digests = dict.fromkeys(staged, 0)
+        for (i, _, _), value in zip(located, found, strict=True):
+            digests[i] = (digests[i] + value) & _MASK
+        return digests
+
+    def release(self) -> None:
+        """Give the staging memory back."""
+        self._scratch.release()
+        self._stager.release()
+
+
+def _as_staged(place: Place, memory: Tensor) -> Tensor:
+    """A tensor as ``put`` is given it."""
+    return place.flat(memory) if place.borders else place.view(memory)
+
+
+def _tiles(place: Place, memory: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Where a tensor goes in staging memory, block by block, and what goes there."""
+    if not place.borders:
+        return [(place.view(memory), value)]
+    return [
+        (tile, value.narrow(-1, column, tile.shape[-1]))
+        for column, tile in place.tile_views(memory)
+    ]

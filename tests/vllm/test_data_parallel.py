@@ -1,0 +1,71 @@
+"""Two data-parallel ranks of one engine, experts spread over both: each follows the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weightwire
+from weightwire_vllm.families import family_model
+from weightwire_vllm.models import save_checkpoint
+
+CHILD = Path(__file__).with_name("dp_child.py")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_every_rank_holds_its_own_experts(tmp_path, kind):
+    models = {which: family_model(kind, seed) for which, seed in (("A", 1), ("B", 2))}
+    for which, model in models.items():
+        save_checkpoint(model, tmp_path / which)
+    with weightwire.open_sender(
+        "filesystem", session=f"file://{tmp_path / 'run'}", source=models["B"]
+    ) as sender:
+        sender.send(1)
+    warm, cold = start(tmp_path, "A"), start(tmp_path, "B")
+    for mine, other in zip(warm, cold, strict=True):
+        assert mine["before"] != other["before"]
+        assert mine["after"] == other["before"]
+    assert warm[0]["after"] != warm[1]["after"]  # they hold different experts
+
+
+def start(directory: Path, which: str) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(CHILD), str(directory), which],
+            env={
+                **os.environ,
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_DP_SIZE": "2",
+                "VLLM_DP_RANK": str(rank),
+                "VLLM_DP_RANK_LOCAL": str(rank),
+                "VLLM_DP_MASTER_IP": "127.0.0.1",
+                "VLLM_DP_MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for stdout, stderr in outputs:
+        lines = [line for line in stdout.splitlines() if line.startswith("STATE ")]
+        assert lines, stderr[-4000:]
+        found.append(json.loads(lines[0].removeprefix("STATE ")))
+    return found
