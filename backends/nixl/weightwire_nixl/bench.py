@@ -166,7 +166,7 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
         return float(engine.ask("move"))
 
     for number in range(1, repeats + 2):
-        side.change(number)
+        side.change()
         parts: dict[str, Callable[[], float]] = {
             mode: lambda mode=mode, version=number: send(mode, version)  # type: ignore[misc]
             for mode in side.handles
