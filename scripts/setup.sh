@@ -18,9 +18,10 @@ requirements=$(mktemp)
 trap 'rm -f "$requirements"' EXIT
 "$venv/bin/python" scripts/vllm_requirements.py > "$requirements"
 $pip install --quiet --requirement "$requirements"
-# Of the many things that modelexpress depends on, its client needs these two. Its bound on
-# protobuf is below what vLLM brings; its generated modules work with that.
+# Of the many things that modelexpress depends on, its client needs grpcio and protobuf, and
+# the plug-in that it registers with every vLLM engine google-crc32c. Its bound on protobuf
+# is below what vLLM brings; its generated modules work with that.
 $pip install --quiet --no-deps "modelexpress==0.7.0"
-$pip install --quiet grpcio protobuf
+$pip install --quiet grpcio protobuf google-crc32c
 $pip install --quiet --editable '.[vllm,nixl,conformance,dev]'
 touch "$venv/.ready"

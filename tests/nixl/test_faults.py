@@ -22,7 +22,7 @@ RECEIVER_PHASES = [
     "target.commit",
 ]
 SENDER_PHASES = ["sender.begin", "sender.put", "sender.finish"]
-QUICK = {"receiver.fetch": 1, "sender.put": 1}  # one in the midst, for every way
+QUICK = ["receiver.fetch", "sender.put"]  # one in the midst, for every way
 REPEATS = 20
 
 
@@ -122,7 +122,7 @@ def lose(fleet: NixlFleet, phase: str, how: str, watched: float = 0.5) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize("phase", list(QUICK))
+@pytest.mark.parametrize("phase", QUICK)
 def test_the_survivors_go_on(make_fleet: MakeFleet, way: Way, phase: str, how: str) -> None:
     lose(make_fleet(way), phase, how)
 
@@ -137,19 +137,27 @@ def test_the_survivors_go_on_each_time(
         lose(make_fleet(way), phase, how, watched=5.0)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[1]], ids=str)
-def test_a_replica_that_restarts_five_times_is_served_each_time(
-    make_fleet: MakeFleet, way: Way
-) -> None:
-    fleet = make_fleet(way)
+def restarts_five_times(fleet: NixlFleet, versions: int) -> None:
     sender, stays = fleet.sender(), fleet.receiver("stays")
     restarts = fleet.receiver("restarts")
-    version = 0
-    for _ in range(5):
+    every = max(1, versions // 6)
+    done = 0
+    for version in range(versions + 1):
+        if version and version % every == 0 and done < 5:
+            restarts.first.kill()
+            restarts = fleet.receiver("restarts")
+            assert restarts.version is None
+            done += 1
         exchange(sender, version, stays, restarts)
-        exchange(sender, version + 1, stays, restarts)
-        version += 2
-        restarts.first.kill()
-        restarts = fleet.receiver("restarts")
-        assert restarts.version is None
-    exchange(sender, version, stays, restarts)
+    assert done == 5
+
+
+def test_a_replica_that_restarts_five_times_is_served_each_time(make_fleet: MakeFleet) -> None:
+    restarts_five_times(make_fleet(WAYS[1]), 6)
+
+
+@pytest.mark.soak
+def test_fifty_versions_with_a_replica_that_restarts_five_times(
+    make_fleet: MakeFleet, way: Way
+) -> None:
+    restarts_five_times(make_fleet(way), 50)

@@ -233,7 +233,7 @@ class Commands:
         handle = weightwire.open_receiver(
             backend,
             session=session,
-            target=edge.PointedTarget(inner, self._points, staged=staged),
+            target=edge.point_target(inner, self._points, staged=staged),
             receiver_id=receiver_id,
             **options,
         )

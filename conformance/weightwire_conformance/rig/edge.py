@@ -16,16 +16,13 @@ from weightwire.contract import (
     Seal,
     SenderTransport,
 )
-from weightwire.cuts import Cuts
-from weightwire.fingerprint import Fingerprint
-from weightwire.layout import cut_out
 from weightwire.sources import WeightSource
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
 from weightwire.views import View, record_views
 from weightwire_conformance.rig.points import Points
 
-__all__ = ["PartTarget", "PointedSource", "PointedTarget", "instrument"]
+__all__ = ["PartTarget", "PointedSource", "instrument", "point_target"]
 
 
 def instrument(backend: Backend, points: Points) -> None:
@@ -146,50 +143,32 @@ class PointedSource(WeightSource):
         return () if self._convert is None else record_views(given, self._convert)
 
 
-class PointedTarget(WeightTarget):
-    """An engine's weights.
+def point_target(target: WeightTarget, points: Points, *, staged: bool) -> WeightTarget:
+    """Put points into an engine's weights; all else stays its own.
 
     Args:
-        inner: how they are filled.
         staged: if True, nothing lands in place: the pipeline's own memory is used.
     """
+    plan, write, commit = target.plan, target.write, target.commit
 
-    def __init__(self, inner: WeightTarget, points: Points, *, staged: bool) -> None:
-        self._inner = inner
-        self._points = points
-        self._staged = staged
+    def pointed_plan(table: TensorTable) -> Sequence[Region]:
+        points.reach("target.plan")
+        return plan(table)
 
-    def plan(self, table: TensorTable) -> Sequence[Region]:
-        self._points.reach("target.plan")
-        return self._inner.plan(table)
+    def pointed_write(group: int, tensors: Mapping[Region, Tensor]) -> None:
+        points.reach("target.write")
+        write(group, tensors)
 
-    @property
-    def takes_pieces(self) -> bool:
-        return self._inner.takes_pieces
+    def pointed_commit() -> None:
+        points.reach("target.commit")
+        commit()
 
-    @property
-    def device(self) -> torch.device:
-        return self._inner.device
-
-    def fingerprint(self, version: int) -> Fingerprint | None:
-        return self._inner.fingerprint(version)
-
-    def begin(self, version: int) -> None:
-        self._inner.begin(version)
-
-    def landing(self, region: Region) -> Tensor | None:
-        return None if self._staged else self._inner.landing(region)
-
-    def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
-        self._points.reach("target.write")
-        self._inner.write(group, tensors)
-
-    def commit(self) -> None:
-        self._points.reach("target.commit")
-        self._inner.commit()
-
-    def rollback(self, error: BaseException) -> bool:
-        return self._inner.rollback(error)
+    target.plan = pointed_plan  # type: ignore[method-assign]
+    target.write = pointed_write  # type: ignore[method-assign]
+    target.commit = pointed_commit  # type: ignore[method-assign]
+    if staged:
+        target.landing = lambda region: None  # type: ignore[method-assign]
+    return target
 
 
 class PartTarget(WeightTarget):
@@ -205,25 +184,37 @@ class PartTarget(WeightTarget):
     ) -> None:
         self._tensors = tensors
         self._pieces = pieces
-        self._places: dict[Region, Tensor] = {}
+        self._names: dict[int, str] = {}
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
-        cuts = Cuts(table)
-        self._places = {}
-        for name, index in table.index().items():
-            begin = tuple(side.start for side in self._pieces[name])
-            sizes = tuple(side.stop - side.start for side in self._pieces[name])
-            # A tensor larger than a group is in several: in each, another piece of the part.
-            for _, piece in cuts.cut(Region(index, begin, sizes)):
-                place = cut_out(self._tensors[name], piece.offsets, piece.sizes, begin)
-                self._places[piece] = place
-        return list(self._places)
+        self._names = {index: name for name, index in table.index().items()}
+        return [
+            Region(
+                index,
+                tuple(side.start for side in self._pieces[name]),
+                tuple(side.stop - side.start for side in self._pieces[name]),
+            )
+            for index, name in self._names.items()
+        ]
+
+    @property
+    def takes_pieces(self) -> bool:
+        return True
+
+    def _place(self, region: Region) -> Tensor:
+        name = self._names[region.tensor]
+        begins = [
+            at - side.start for at, side in zip(region.offsets, self._pieces[name], strict=True)
+        ]
+        sizes = zip(begins, region.sizes, strict=True)
+        return self._tensors[name][tuple(slice(begin, begin + size) for begin, size in sizes)]
 
     def landing(self, region: Region) -> Tensor | None:
-        place = self._places[region]
+        place = self._place(region)
         return place if place.is_contiguous() else None
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         for region, value in tensors.items():
-            if value is not self._places[region]:
-                self._places[region].copy_(value)
+            place = self._place(region)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)

@@ -13,6 +13,7 @@ THEMES = {
     "deadlines": "no wait outlasts its deadline",
     "tables": "what doesn't fit is refused before a byte moves",
     "corruption": "corrupted bytes are found",
+    "elasticity": "coming, going and failing costs the others nothing",
     "flat": "nothing grows, nothing is left",
     "declaration": "what is declared is true",
 }
