@@ -216,7 +216,9 @@ def _signals(side: Side, engine: _Child) -> dict[str, float]:
 
 def _posting() -> dict[str, Any]:
     """What posting costs, measured in processes that may use TCP only."""
-    environment = {**os.environ, "UCX_TLS": "tcp", "CUDA_VISIBLE_DEVICES": ""}
+    # NIXL doesn't start on a machine with GPUs without a transport that knows their memory.
+    tls = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"
+    environment = {**os.environ, "UCX_TLS": tls, "CUDA_VISIBLE_DEVICES": ""}
     with _Child("--poster", {}, environment) as poster:
         found: dict[str, Any] = poster.ask("post")
     return found
