@@ -11,7 +11,9 @@ from process_rig import Side, until
 
 MakeFleet = Callable[..., NixlFleet]
 
-LEASE = 1.0
+LEASES = {"stopped": 1.0, "killed": 10.0}
+"""A stopped process is missed by its lease, a killed one at once: no need to be short of time."""
+
 RECEIVER_PHASES = [
     "receiver.begin",
     "receiver.post",
@@ -39,8 +41,9 @@ def assert_honest(replica: Side, *versions: int) -> None:
 
 
 def lose_a_receiver(fleet: NixlFleet, phase: str, how: str) -> None:
-    sender = fleet.sender(lease_ttl=LEASE, min_receivers=2)
-    lost, other = (fleet.receiver(name, lease_ttl=LEASE) for name in ("lost", "other"))
+    lease = LEASES[how]
+    sender = fleet.sender(lease_ttl=lease, min_receivers=2)
+    lost, other = (fleet.receiver(name, lease_ttl=lease) for name in ("lost", "other"))
     exchange(sender, 1, lost, other)
     lost.first.arm(phase, after=after(phase))
     receiving = lost.start("receive", timeout=40.0)
@@ -58,11 +61,11 @@ def lose_a_receiver(fleet: NixlFleet, phase: str, how: str) -> None:
     until(lambda: others.done, "the other's call ends", 20)
     assert_honest(other, 1, 2)
     if how == "killed":
-        back = fleet.receiver("lost", lease_ttl=LEASE)
+        back = fleet.receiver("lost", lease_ttl=lease)
         exchange(sender, 3, back, other)
         return
     # The others go on while it sleeps; then it wakes up in the midst of what is long over.
-    third = fleet.receiver("third", lease_ttl=LEASE)
+    third = fleet.receiver("third", lease_ttl=lease)
     exchange(sender, 3, other, third)
     exchange(sender, 4, other, third)
     lost.first.resume()
@@ -82,8 +85,9 @@ def lose_a_receiver(fleet: NixlFleet, phase: str, how: str) -> None:
 
 
 def lose_the_sender(fleet: NixlFleet, phase: str, how: str, watched: float) -> None:
-    sender = fleet.sender(lease_ttl=LEASE)
-    replica = fleet.receiver(lease_ttl=LEASE)
+    lease = LEASES[how]
+    sender = fleet.sender(lease_ttl=lease)
+    replica = fleet.receiver(lease_ttl=lease)
     exchange(sender, 1, replica)
     sender.first.arm(phase, after=after(phase))
     receiving = replica.start("receive", minimum=2, timeout=20.0)
@@ -99,7 +103,7 @@ def lose_the_sender(fleet: NixlFleet, phase: str, how: str, watched: float) -> N
         error = receiving.error()
         assert "PeerLost" in error.kinds
         assert "sender" in error.first
-    fresh = fleet.sender(lease_ttl=LEASE, open_timeout=20.0)
+    fresh = fleet.sender(lease_ttl=lease, open_timeout=20.0)
     exchange(fresh, 3, replica)
     if how == "stopped":
         sender.first.resume()
