@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -139,29 +139,22 @@ def sample_box_digests(
     Boxes of one tensor share its places.
     """
     digests = [0] * len(boxes)
-    places: dict[tuple[int, tuple[int, ...]], tuple[U64, tuple[NDArray[np.int64], ...]]] = {}
+    by_tensor: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, box in enumerate(boxes):
+        if box.numel():
+            by_tensor.setdefault((keys[i], shapes[i]), []).append(i)
     kept: list[int] = []
     found: list[U64] = []
     local: list[U64] = []
-    for i, box in enumerate(boxes):
-        if not box.numel():
-            continue
-        tensor = (keys[i], shapes[i])
-        if tensor not in places:
-            at = sample_places(math.prod(shapes[i]), keys[i], version).numpy()
-            index = np.unravel_index(at, shapes[i]) if shapes[i] else ()
-            places[tensor] = (at.astype(np.uint64), index)
-        at, index = places[tensor]
-        inside = np.ones(len(at), np.bool_)
-        for axis, offset, size in zip(index, offsets[i], box.shape, strict=True):
-            inside &= (axis >= offset) & (axis < offset + size)
-        if not inside.any():
-            continue
-        moved = tuple(axis[inside] - offset for axis, offset in zip(index, offsets[i], strict=True))
-        flat = np.ravel_multi_index(moved, tuple(box.shape)) if moved else np.zeros(1, np.int64)
-        kept.append(i)
-        found.append(at[inside])
-        local.append(np.asarray(flat).astype(np.uint64))
+    for (key_of, shape), members in by_tensor.items():
+        at = sample_places(math.prod(shape), key_of, version).numpy()
+        first = [offsets[i] for i in members]
+        sizes = [tuple(boxes[i].shape) for i in members]
+        for i, (inside, flat) in zip(members, _in_boxes(at, shape, first, sizes), strict=True):
+            if len(inside):
+                kept.append(i)
+                found.append(at[inside].astype(np.uint64))
+                local.append(flat.astype(np.uint64))
     if not kept:
         return digests
     flats = [boxes[i].reshape(-1).view(_BITS[boxes[i].element_size()]) for i in kept]
@@ -174,6 +167,26 @@ def sample_box_digests(
     for i, value in zip(kept, sums.tolist(), strict=True):
         digests[i] = value
     return digests
+
+
+def _in_boxes(
+    at: NDArray[np.int64],
+    shape: tuple[int, ...],
+    offsets: Sequence[tuple[int, ...]],
+    sizes: Sequence[tuple[int, ...]],
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Which of a tensor's places lie in each box, and where there; for all boxes at once."""
+    begin = np.array(offsets, np.int64).reshape(len(offsets), len(shape))
+    extent = np.array(sizes, np.int64).reshape(len(sizes), len(shape))
+    inside = np.ones((len(begin), len(at)), np.bool_)
+    flat = np.zeros((len(begin), len(at)), np.int64)
+    for dim, axis in enumerate(np.unravel_index(at, shape) if shape else ()):
+        moved = axis - begin[:, dim, None]
+        inside &= (moved >= 0) & (moved < extent[:, dim, None])
+        flat = flat * extent[:, dim, None] + moved
+    for box, chosen in enumerate(inside):
+        which = np.flatnonzero(chosen)
+        yield which, flat[box, which]
 
 
 def _sums(
