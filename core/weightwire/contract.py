@@ -79,8 +79,8 @@ __all__ = [
     "checked_description",
 ]
 
-API = 0
-"""Number of the contract.  0 may change until the third built-in backend has landed."""
+API = 1
+"""Number of the contract.  A backend that was written for another one is refused."""
 
 MAX_DESCRIPTION = 1 << 20
 """Bytes of the longest ``describe``."""
