@@ -20,6 +20,7 @@ from torch import Tensor
 from weightwire.contract import Policy
 from weightwire.deadline import Watch
 from weightwire.errors import PeerLost, UnsupportedOperation, WeightWireError
+from weightwire.gloo import end_group
 from weightwire.layout import cut_out
 from weightwire.materialise import CheckpointTensors, whole_holders
 from weightwire.session import keys
@@ -244,7 +245,7 @@ class Exchange:
         """Drop the process group: the next version that needs one forms it anew.  Idempotent."""
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            end_group(group)
 
     def _away(self, work: Any, what: str) -> Any:
         """Run what blocks in gloo on a thread, so that this one notices a failed peer."""

@@ -94,7 +94,12 @@ class SendPlan:
                 slot = transport.slot(group, layout.nbytes) if layout.places else None
             with phases.timed("stage"), torch.no_grad():
                 if isinstance(tensors, Stream):
-                    staged = self._stage_stream(group, layout, tensors, slot, transport)
+                    on_device = tensors.device.type in capabilities.devices
+                    device = tensors.device if on_device else _CPU
+                    if slot is None:
+                        transport.settle()  # it may still send from the buffer's last content
+                    places, memory = self._memory(layout, list(layout.places), slot, device)
+                    staged = self._stage_stream(group, layout, tensors, places, memory)
                 else:
                     assembled = {p.tensor for p in pieces} & layout.places.keys()
                     staged = self._stage(layout, assembled, tensors, slot, transport, capabilities)
@@ -166,13 +171,10 @@ class SendPlan:
         group: int,
         layout: SlotLayout,
         stream: Stream,
-        slot: Tensor | None,
-        transport: SenderTransport,
+        places: Mapping[int, Place],
+        memory: Tensor,
     ) -> dict[int, Tensor]:
         """Copy a group's tensors to where they are sent from, as they come."""
-        if slot is None:
-            transport.settle()
-        places, memory = self._memory(layout, list(layout.places), slot, _CPU)
         missing = set(places)
         for name, tensor in stream.take(group, self._names(group)):
             i = self._index[name]

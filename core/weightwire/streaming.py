@@ -109,7 +109,9 @@ class StreamingSource(WeightSource):
             budget: bytes that may be held for later groups.
         """
         assert self._specs is not None  # noqa: S101 - resolve() has set it
-        return Stream(iter(self._stream()), self._specs, self._ties, table, rank, budget)
+        stream = Stream(iter(self._stream()), self._specs, self._ties, table, rank, budget)
+        stream.device = self._device
+        return stream
 
     def forget(self) -> None:
         """Take the specs anew at the next ``send``, unless they were given."""
@@ -127,7 +129,13 @@ class StreamingSource(WeightSource):
 
 
 class Stream:
-    """One pass through a collective iterator, group by group."""
+    """One pass through a collective iterator, group by group.
+
+    Attributes:
+        device: where the tensors that it yields lie.
+    """
+
+    device = torch.device("cpu")
 
     def __init__(
         self,

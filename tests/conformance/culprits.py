@@ -121,6 +121,9 @@ ALSO: dict[str, str] = {
     "the-source-may-change-once-send-has-returned": "acknowledges-early",
     "thousands-of-tiny-tensors-arrive": "drops-a-tensor",
 }
+ENGINES = {"a-vllm-engine-follows-by-its-traced-loader"}
+"""Scenarios that start an engine, which takes a minute: not in the table of all culprits."""
+
 ANY = "drops-a-tensor"
 """Catches what compares bytes at all; the rest of the scenarios do."""
 

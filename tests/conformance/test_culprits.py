@@ -59,3 +59,15 @@ def test_the_whole_table_of_scenarios_and_culprits(site: str) -> None:
             pool.close()
     table.save(culprit_table.RESULTS)
     assert table.faults() == []
+
+
+def test_the_page_shows_a_table_without_an_empty_row() -> None:
+    """Refresh it with ``python tests/conformance/culprit_table.py --docs docs/conformance.md``."""
+    text = (culprit_table.ROOT / "docs" / "conformance.md").read_text()
+    begin, end = culprit_table.PLACE
+    rows = re.findall(
+        r"^\| ([a-z0-9-]+\S*) \| (\d+) \|", text.partition(begin)[2].partition(end)[0], re.M
+    )
+    assert {name for name, _ in rows} <= {case.name for case in culprit_table.rows()}
+    assert len(rows) > 60
+    assert all(int(count) > 0 for _, count in rows)

@@ -112,15 +112,17 @@ class Reader(ReceiverTransport):
 
     def compare(self, group, regions):
         """What the vectorised planner would have read into one slot is the same."""
-        places, nbytes = lay_out(
-            [(memory.dtype, tuple(memory.shape)) for memory in regions.values()]
-        )
+        # In the order of the group, whichever of them land in place.
+        members = self.table.groups[group].tensors
+        order = sorted(regions, key=lambda p: (members.index(self.regions[p].tensor), p))
+        memories = [regions[position] for position in order]
+        places, nbytes = lay_out([(memory.dtype, tuple(memory.shape)) for memory in memories])
         slot = torch.zeros(nbytes, dtype=torch.uint8)
         at = np.flatnonzero(self.routes.group == group)
         columns = (self.routes.owner, self.routes.source, self.routes.target, self.routes.nbytes)
         for owner, source, target, n in zip(*(column[at] for column in columns), strict=True):
             slot[target : target + n] = self.owners[owner].slots[group][source : source + n]
-        for place, memory in zip(places, regions.values(), strict=True):
+        for place, memory in zip(places, memories, strict=True):
             assert torch.equal(place.flat(slot).view(torch.uint8), raw(memory))
 
     def finish(self):

@@ -97,6 +97,7 @@ class Epoch:
         self._reason = ""
         self._awaited: tuple[int, ...] = ()
         self._client: Client | None = None
+        self._second: Client | None = None
         self._control: GlooWire | None = None
         self._payload: Wire | None = None
         self._shared: dict[tuple[int, ...], Wire] = {}
@@ -126,8 +127,8 @@ class Epoch:
         def rest(seconds: float) -> None:
             nonlocal witness
             late = not job.done.wait(seconds) and time.monotonic() > patience
-            if late and witness is None and self.id:
-                witness = self._witness()
+            if late and witness is None and self._second is not None:
+                witness = self._witness(self._second)
 
         def missing() -> Sequence[str]:
             ranks = (witness.silent if witness is not None else ()) or self._awaited
@@ -142,9 +143,9 @@ class Epoch:
             raise job.error
         return job.result  # type: ignore[return-value]  # set, as there is no error
 
-    def _witness(self) -> Witness:
+    def _witness(self, client: Client) -> Witness:
         return Witness(
-            self.server,
+            client,
             f"epoch/{self.id}",
             self.rank,
             len(self.members),
@@ -172,9 +173,11 @@ class Epoch:
             self._giving_up.set()
             for wire in tuple(self._all_wires):
                 wire.abort()
-            if self._client is not None:
-                self._client.hang_up()
-            self._thread.join(_JOIN_SECONDS)
+            end = time.monotonic() + 2 * _JOIN_SECONDS
+            while self._thread.is_alive() and time.monotonic() < end:
+                if self._client is not None:
+                    self._client.hang_up()  # again: it retries while it connects
+                self._thread.join(_LAST_PAUSE)
         if self._thread.is_alive():
             # Gloo is still connecting to a process that came and then stood still; it
             # ends by this call's deadline.
@@ -222,8 +225,9 @@ class Epoch:
         if self._giving_up.is_set():
             self._tell_reason()
         self._drop_group()
-        if self._client is not None:
-            self._client.close()
+        for client in (self._client, self._second):
+            if client is not None:
+                client.close()
 
     def _drop_group(self) -> None:
         for wire in self._all_wires:
@@ -288,6 +292,10 @@ class Epoch:
         self.id, self.generation = opening.epoch, 1
         self._roll_call(opening, me)
         self._form(opening)
+        if self._second is None:
+            second = Client(*self.server, "sender rank 0")
+            second.connect(self._watch.deadline.remaining())
+            self._second = second
         self.formed_in = time.perf_counter() - began
 
     def _roll_call(self, opening: Opening, me: Member) -> None:

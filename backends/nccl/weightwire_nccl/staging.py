@@ -15,7 +15,8 @@ _LEAST = 1 << 20
 
 def raw(tensor: Tensor) -> Tensor:
     """A contiguous tensor's bytes, in place."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # One element may say any stride, which view() refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Bucket:

@@ -25,9 +25,11 @@ _JOIN_SECONDS = 0.5
 
 
 class Witness:
-    """A thread for the time of one long wait, with a connection of its own.
+    """A thread for the time of one long wait.
 
     Args:
+        client: a connection of its own; made before, since connecting to a server that
+            stands still can't be ended at once.
         prefix: of the group's keys.
         rank: of this process in the group.
         awaited: the ranks for which it waits now.
@@ -35,13 +37,13 @@ class Witness:
 
     def __init__(
         self,
-        server: tuple[str, int],
+        client: Client,
         prefix: str,
         rank: int,
         size: int,
         awaited: Callable[[], Sequence[int]],
     ) -> None:
-        self._client = Client(*server, "sender rank 0")
+        self._client = client
         self._prefix = prefix
         self._rank = rank
         self._size = size
@@ -67,7 +69,6 @@ class Witness:
 
     def _run(self) -> None:
         with contextlib.suppress(WeightWireError):
-            self._client.connect(_JOIN_SECONDS)
             beat = 0
             while not self._over.is_set():
                 beat += 1
@@ -78,7 +79,6 @@ class Witness:
                     self._silent = silent(self._rank, waits)
                 self._over.wait(_PAUSE_SECONDS)
             self._client.forget(self._key(self._rank))
-        self._client.close()
 
     def _others(self, now: int) -> dict[int, tuple[int, ...]]:
         """For whom those wait who have said so lately."""

@@ -173,7 +173,7 @@ class Agent:
             ucx_log.take_over()
             raise BackendUnavailable(
                 f"NIXL can't start UCX here ({_text(error)}): check UCX_TLS and UCX_NET_DEVICES "
-                "(UCX_TLS=sm alone isn't enough: add tcp)"
+                "(UCX_TLS=sm alone isn't enough: add tcp, and cuda where there are GPUs)"
             ) from error
         self._errors = _errors_of(self._nixl)
 

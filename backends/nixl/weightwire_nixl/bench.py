@@ -166,7 +166,7 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
         return float(engine.ask("move"))
 
     for number in range(1, repeats + 2):
-        side.change(number)
+        side.change()
         parts: dict[str, Callable[[], float]] = {
             mode: lambda mode=mode, version=number: send(mode, version)  # type: ignore[misc]
             for mode in side.handles
@@ -216,7 +216,9 @@ def _signals(side: Side, engine: _Child) -> dict[str, float]:
 
 def _posting() -> dict[str, Any]:
     """What posting costs, measured in processes that may use TCP only."""
-    environment = {**os.environ, "UCX_TLS": "tcp", "CUDA_VISIBLE_DEVICES": ""}
+    # NIXL doesn't start on a machine with GPUs without a transport that knows their memory.
+    tls = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"
+    environment = {**os.environ, "UCX_TLS": tls, "CUDA_VISIBLE_DEVICES": ""}
     with _Child("--poster", {}, environment) as poster:
         found: dict[str, Any] = poster.ask("post")
     return found

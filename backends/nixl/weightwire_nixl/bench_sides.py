@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 import weightwire
@@ -26,6 +25,7 @@ __all__ = ["Side", "llama", "round_trips", "usable_device"]
 
 _LAYERS = 9
 _PATIENCE = 60.0
+_DIGEST_WORDS = 1 << 24
 
 
 def llama(parameters: int) -> dict[str, tuple[int, ...]]:
@@ -92,6 +92,11 @@ class Side:
             for name, shape in shapes.items()
         }
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        # Every dimension is a multiple of four elements.
+        self._words = [tensor.view(-1).view(torch.int64) for tensor in self.tensors.values()]
+        generator = torch.Generator(self._device).manual_seed(0)
+        for words in self._words:
+            words.random_(generator=generator)
         self.handles: dict[str, Any] = {}
         for mode, options in modes.items():
             choice = {"backend": "nixl", **options}
@@ -131,18 +136,22 @@ class Side:
             "path": report.path,
         }
 
-    def change(self, number: int) -> None:
-        """Other weights, as after an optimizer step: the bits of no two rounds are alike."""
-        generator = torch.Generator(self._device).manual_seed(number)
-        for tensor in self.tensors.values():
-            tensor.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1, generator=generator)
+    def change(self) -> None:
+        """Other weights, as after an optimizer step: other bits in every word."""
+        for words in self._words:
+            words.mul_(6364136223846793005).add_(1442695040888963407)
         self._synchronise()
 
-    def digest(self) -> str:
-        digest = xxhash.xxh3_64()
-        for tensor in self.tensors.values():
-            digest.update(tensor.cpu().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+    def digest(self) -> int:
+        """64 bits of every word and its place; equal for equal bits on any device."""
+        total = 0
+        for words in self._words:
+            for begin in range(0, len(words), _DIGEST_WORDS):
+                part = words[begin : begin + _DIGEST_WORDS]
+                places = torch.arange(begin, begin + len(part), device=part.device)
+                mixed = (part ^ (places * 7046029254386353131)) * 6364136223846793005
+                total = total * 31 + int((mixed ^ (mixed >> 29)).sum())
+        return total & ((1 << 64) - 1)
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":

@@ -44,7 +44,7 @@ def uneven_shards_arrive_whole(
     fleet: Fleet, placement: str, trainers: int, ranks: int, holds: str | None = None
 ) -> None:
     """DTensors over a real process group; each byte is sent by one rank."""
-    sender = fleet.sender("uneven", ranks=trainers, placement=placement, group_bytes=512)
+    sender = fleet.sender("uneven", ranks=trainers, placement=placement, group_bytes=256)
     replica = fleet.receiver(model="uneven", ranks=ranks, holds=holds)
     for version in (1, 2):
         sending = sender.start("send", version=version, wait="applied")

@@ -53,4 +53,5 @@ if importlib.util.find_spec("vllm") is not None:
         )
         last = ran.stdout.strip().splitlines()[-1:] or [""]
         assert ran.returncode == 0, ran.stderr[-2000:]
-        assert last[0].startswith("equal: traced"), last[0]
+        assert last[0].startswith("equal: "), last[0]
+        assert "traced: " in last[0], last[0]

@@ -249,11 +249,19 @@ def is_attention(layer: nn.Module) -> bool:
     return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
 
 
-def materialised(like: Tensor, device: torch.device) -> Tensor:
-    """An uninitialised tensor in a load-time tensor's layout, class and attributes."""
-    tensor = torch.empty_strided(
-        tuple(like.shape), like.stride(), dtype=like.dtype, device=device, requires_grad=False
-    )
+def materialised(
+    like: Tensor, device: torch.device, memory: torch.UntypedStorage | None = None
+) -> Tensor:
+    """An uninitialised tensor in a load-time tensor's layout, class and attributes.
+
+    Args:
+        memory: where it shall lie, if not in memory of its own.
+    """
+    layout = (tuple(like.shape), like.stride())
+    if memory is None:
+        tensor = torch.empty_strided(*layout, dtype=like.dtype, device=device)
+    else:
+        tensor = torch.empty(0, dtype=like.dtype, device=device).set_(memory, 0, *layout)
     tensor.__class__ = like.__class__  # what vLLM does itself
     tensor.__dict__ = like.__dict__.copy()
     return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,10 @@ class _Plan:
 @dataclass
 class _Update:
     run: Run
+    due: deque[tuple[int, Sequence[Unit]]]
     staged: dict[str, Tensor] = field(default_factory=dict)
-    finished: list[Unit] = field(default_factory=list)
+    spare: dict[int, list[torch.UntypedStorage]] = field(default_factory=dict)
+    """By size in bytes, memory of layers that are finished: fresh pages cost as much as a copy."""
     changed: bool = False
 
 
@@ -127,26 +130,26 @@ class VllmTarget(WeightTarget):
             raise HandleError("begin() before plan(): plan the sender's table first")
         if self._update is not None:
             raise HandleError("begin() during an update: commit it or roll it back first")
-        self._update = _Update(Run(self._plan.program, self._destination, self._device))
+        run = Run(self._plan.program, self._destination, self._device)
+        self._update = _Update(run, deque(sorted(self._plan.due.items())))
         _log.debug("update to version %d has begun", version)
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         """Replay one group, and finish the layers that it completes."""
-        plan, update = self._running("write")
+        _, update = self._running("write")
         with compat.config_context(self._config):
             update.run.feed(group, tensors)
             self._synchronize()  # the group's memory may be reused once this returns
-            for due in sorted(plan.due):
-                if due <= group:
-                    self._finish(plan.due[due])
+            while update.due and update.due[0][0] <= group:
+                self._finish(update.due.popleft()[1])
 
     def commit(self) -> None:
         """Finish what is left, attention and MLA layers last."""
-        plan, update = self._running("commit")
+        _, update = self._running("commit")
         with compat.config_context(self._config):
             update.run.finish()
-            for due in sorted(plan.due):
-                self._finish(plan.due[due])
+            while update.due:
+                self._finish(update.due.popleft()[1])
             update.changed = True
             finish_attention(self._model, self._config.model_config)
         self._synchronize()
@@ -199,7 +202,7 @@ class VllmTarget(WeightTarget):
         if key not in update.staged:
             like = plan.trace.stand_ins[key]
             update.staged[key] = (
-                compat.materialised(like, self._device)
+                compat.materialised(like, self._device, self._spare(like))
                 if plan.trace.tape.written[key].complete
                 else initial(key, like, live, self._device)
             )
@@ -208,15 +211,38 @@ class VllmTarget(WeightTarget):
     def _finish(self, units: Sequence[Unit]) -> None:
         plan, update = self._running("write")
         for unit in units:
-            if unit in update.finished:
-                continue
-            update.finished.append(unit)
             if unit.staged:
                 update.changed = True
                 staged = {key: update.staged.pop(key) for key in unit.keys}
                 process(unit, staged, plan.trace, self._device)
+                self._keep_spare(staged)
+
+    def _spare(self, like: Tensor) -> torch.UntypedStorage | None:
+        _, update = self._running("write")
+        spare = update.spare.get(_extent_nbytes(like))
+        return spare.pop() if spare else None
+
+    def _keep_spare(self, staged: dict[str, Tensor]) -> None:
+        """Keep the memory of a finished layer for the next, unless something still uses it."""
+        _, update = self._running("write")
+        if self._device.type != "cpu":
+            return  # accelerators' allocators do that
+        while staged:
+            _, tensor = staged.popitem()
+            memory = tensor.untyped_storage()
+            del tensor
+            if torch._C._storage_Use_Count(memory._cdata) == 1:
+                update.spare.setdefault(memory.nbytes(), []).append(memory)
 
     def _synchronize(self) -> None:
         # torch.accelerator.synchronize raises where there is no accelerator.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def _extent_nbytes(like: Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    if not like.numel():
+        return 0
+    reach = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    return (reach + 1) * like.element_size()

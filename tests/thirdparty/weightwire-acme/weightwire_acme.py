@@ -243,9 +243,8 @@ class AcmeReceiver(contract.ReceiverTransport):
         self._links: dict[int, Link] = {}
 
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
-        self._table, self._regions = table, regions
+        self._table, self._regions, cuts = table, regions, Cuts(table)
         self._reads: Reads = {}
-        cuts = Cuts(table)
         for region in regions:
             for shard in table.tensors[region.tensor].shards:
                 if all(side.start < side.stop for side in overlap(region, shard)):

@@ -170,9 +170,10 @@ class Truncates(BrokenMemory):
     class receiver_class(MemoryReceiver):  # noqa: N801
         def fetch(self, group, regions):
             seals = super().fetch(group, regions)
-            for tensor in regions.values():
-                if tensor.nbytes > 1 << 20:
-                    raw(tensor)[1 << 20 :] = 0
+            for i, tensor in regions.items():
+                if tensor.dim() and tensor.numel():
+                    begin = self._regions[i].offsets[0] * tensor[0].nbytes
+                    raw(tensor)[max(0, (1 << 20) - begin) :] = 0
             return seals
 
 
