@@ -518,13 +518,24 @@ class NixlSender(SenderTransport):
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        readers = {r.agent: r for slot in self._pool for r in slot.outstanding.values()}
+        late = {
+            (reader.agent, slot.generation): reader
+            for slot in self._pool
+            for reader in slot.outstanding.values()
+        }
         slots, words, live = self._slots, self._words, self._live
         self._live = None
         known, policy = dict(self._known), self._policy
 
         def is_over() -> bool:
-            return not agent.in_flight and all(reader.is_gone for reader in readers.values())
+            signals: dict[str, list[bytes]] = {}
+            with contextlib.suppress(WeightWireError):
+                signals = agent.drain()
+            for name, messages in signals.items():
+                for payload in messages:
+                    for key in [key for key in late if _frees(payload, *key, name)]:
+                        del late[key]
+            return not agent.in_flight and all(reader.is_gone for reader in late.values())
 
         def release() -> None:
             # Only now: whoever hears it takes its memory for its own again.
@@ -552,3 +563,18 @@ def _refuse_blocks(table: TensorTable, rank: int) -> None:
                 f"nixl option zero_copy: tensor {entry.name!r} must be staged in "
                 f"{entry.blocks} blocks of columns: use zero_copy=False"
             )
+
+
+def _frees(payload: bytes, agent: str, generation: int, sender: str) -> bool:
+    """Whether a signal of ``sender`` says that this agent reads this generation no more."""
+    if agent != sender:
+        return False
+    with contextlib.suppress(TransferError):
+        match read_message(payload, agent):
+            case Credit() as credit:
+                return credit.generation == generation
+            case GaveUp() as told:
+                return not told.in_flight
+            case Over() | Bye():
+                return True
+    return False
