@@ -204,7 +204,7 @@ def test_broken_plug_ins_of_others_leave_the_good_ones_alone(answers, name):
             "older",
             (
                 "backend 'older' of acme-older 1.0 was written for contract 99, this weightwire "
-                "has 0: install versions that match"
+                "has 1: install versions that match"
             ),
         ),
         ("plain", "backend 'plain' of acme-plain 1.0 has config <class 'acme_plain.Config'>: subc"),
