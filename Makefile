@@ -19,7 +19,7 @@ demo: setup
 	$(ENV) $(BIN)/weightwire demo
 
 test: setup
-	$(ENV) $(BIN)/pytest -m "not soak" $(ARGS)
+	$(ENV) $(BIN)/pytest -m "not soak" --numprocesses 3 --dist loadgroup $(ARGS)
 
 soak: setup
 	$(ENV) $(BIN)/python scripts/soak.py $(ARGS)

@@ -13,7 +13,7 @@ for a reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from weightwire.placements import local_box
 from weightwire.sources import Resolved, Spec, WeightSource, WireRules
 from weightwire.table import Shard, TensorEntry, TensorTable, dtype_name, validate_tensor_name
 
-__all__ = ["Stream", "StreamingSource", "TensorSpec"]
+if TYPE_CHECKING:
+    from weightwire.contract import Backend
+
+__all__ = ["Stream", "StreamingSource", "TensorSpec", "refuse_lockstep"]
 
 
 class TensorSpec(NamedTuple):
@@ -126,6 +129,24 @@ class StreamingSource(WeightSource):
                 raise ConfigError(f"the iterator yields {name!r} twice: names are keys")
             found[name] = _spec(_whole(name, tensor))
         return found
+
+
+def refuse_lockstep(source: WeightSource, backend: Backend, world_size: int) -> None:
+    """A stream and a collective backend may wait for each other.
+
+    The iterator's own collectives need every trainer rank, and so do the backend's
+    groups: a rank that waits for its receivers holds up the iterator that they wait for.
+
+    Raises:
+        UnsupportedOperation: both have several ranks.
+    """
+    streams = isinstance(source, StreamingSource)
+    if streams and world_size > 1 and backend.capabilities.flow == "collective":
+        raise UnsupportedOperation(
+            f"a StreamingSource on {world_size} trainer ranks and backend {backend.name!r}, whose "
+            "groups are collective, could wait for each other: send the sharded tensors "
+            "themselves, or choose a backend that isn't collective"
+        )
 
 
 class Stream:

@@ -21,7 +21,7 @@ from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Member
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
-from weightwire.streaming import Stream, StreamingSource
+from weightwire.streaming import Stream, StreamingSource, refuse_lockstep
 from weightwire.table import TensorTable
 from weightwire.tables import build_table, merge_views
 from weightwire.views import View
@@ -122,6 +122,7 @@ class TrainerRank:
         return resolved
 
     def _resolve(self) -> Resolved:
+        refuse_lockstep(self._source, self._backend, self._options.world_size)
         if isinstance(self._source, StreamingSource):
             return self._source.resolve(self._rules)
         return resolve(self._source, self._rules)

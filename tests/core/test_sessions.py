@@ -511,7 +511,7 @@ def test_a_stopped_server_is_an_error_and_lets_the_process_end(child):
         "can't be reached (read 'session': it doesn't answer): start the sender"
         in (answer["message"])
     )
-    assert answer["seconds"] < 6
+    assert answer["seconds"] < 10  # five, and what a busy machine adds
     assert asker.end(10) == 0
 
 

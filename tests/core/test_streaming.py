@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import weightwire
-from weightwire.errors import ConfigError, TableMismatch
-from weightwire.sources import WireRules
-from weightwire.streaming import StreamingSource, TensorSpec
+from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
+from weightwire.plugins import registry
+from weightwire.sources import WireRules, as_source
+from weightwire.streaming import StreamingSource, TensorSpec, refuse_lockstep
 from weightwire.tables import build_table
 
 SHAPES = {"embed": (40, 4), "l.1.w": (4, 4), "l.0.w": (4, 4), "norm": (), "head": (0, 4)}
@@ -179,3 +180,14 @@ def test_versions_follow_each_other_and_a_failed_pass_can_be_repeated(tmp_path):
         export.names = tuple(SHAPES)
         sender.send(3)
         assert receiver.receive(timeout=30).version == 3
+
+
+def test_a_stream_of_several_ranks_over_a_collective_backend_is_refused():
+    """The iterator's collectives and the backend's groups could wait for each other."""
+    source = StreamingSource(lambda: iter([("w", torch.zeros(2))]))
+    collective, pull = registry().backend("nccl"), registry().backend("memory")
+    refuse_lockstep(source, collective, 1)
+    refuse_lockstep(source, pull, 4)
+    refuse_lockstep(as_source({"w": torch.zeros(2)}), collective, 4)
+    with pytest.raises(UnsupportedOperation, match=r"on 4 trainer ranks and backend 'nccl', whose"):
+        refuse_lockstep(source, collective, 4)

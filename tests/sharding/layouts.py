@@ -13,6 +13,11 @@ LAYOUTS = {
 }
 
 
+def layouts(world: int, backend: str) -> list[str]:
+    """Those that a backend takes: a stream and a collective one could wait for each other."""
+    return [layout for layout in LAYOUTS[world] if (layout, backend) != ("streamed", "nccl")]
+
+
 def model() -> nn.Sequential:
     """Sizes that no world size divides, a tensor smaller than the world, integers and buffers."""
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ import weightwire
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from layouts import LAYOUTS, full_values, model  # noqa: E402
+from layouts import LAYOUTS, full_values, layouts, model  # noqa: E402
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -53,7 +53,7 @@ def trainer(tmp_path: Path):
 def test_every_layout_arrives_whole_and_each_byte_is_served_once(world, backend, trainer, tmp_path):
     ranks = trainer(world, backend)
     total = sum(tensor.nbytes for tensor in model().state_dict().values())
-    for number, layout in enumerate(LAYOUTS[world]):
+    for number, layout in enumerate(layouts(world, backend)):
         mine = model()
         with torch.no_grad():
             for tensor in mine.state_dict().values():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from layouts import LAYOUTS, full_values, model
+from layouts import full_values, layouts, model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -127,7 +127,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory / 'trainer'}", rank=rank, world_size=world
     )
-    for number, layout in enumerate(LAYOUTS[world]):
+    for number, layout in enumerate(layouts(world, sys.argv[4])):
         current, exported = Current(), Exported()
         source = StreamingSource(exported) if layout == "streamed" else current
         with weightwire.open_sender(
