@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from weightwire.contract import Capabilities, Offer, Policy
-from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError, TransferTimeout
+from weightwire.errors import Cancelled, ConfigError, PeerLost, SessionError, TransferError
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.lifecycle.history import (
     offer_of,
@@ -250,8 +250,9 @@ class ReceiverMachine:
         ready, info = self._answer(policy, "ready"), ErrorInfo.of(error)
         # The error that is being raised matters more than a session that is gone.
         with contextlib.suppress(SessionError):
-            if isinstance(error, TransferTimeout):
-                self.session.delete(ready)  # it may call again for the same offer
+            if isinstance(error, TransferError) and not isinstance(error, Cancelled):
+                # Out of time, or it took the sender for dead: it may call again for this offer.
+                self.session.delete(ready)
             else:
                 self._tried = policy
                 self.session.write(ready, Ready(declined=info))
