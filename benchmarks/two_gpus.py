@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 import weightwire
+from weightwire.bench_model import views_of
 
 CHUNK = 1 << 26  # elements of a digest's intermediate values
 TIMEOUT = 60.0
@@ -100,12 +100,7 @@ class State:
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
         numel = sum(int(torch.Size(shape).numel()) for shape in shapes.values())
         self.flat = torch.zeros(-(-numel // 4) * 4, dtype=dtype, device=device)
-        self.tensors: dict[str, Tensor] = {}
-        begin = 0
-        for name, shape in shapes.items():
-            end = begin + int(torch.Size(shape).numel())
-            self.tensors[name] = self.flat[begin:end].view(shape)
-            begin = end
+        self.tensors = views_of(self.flat, shapes)
         self.numel = numel
 
     def change(self, seed: int) -> None:

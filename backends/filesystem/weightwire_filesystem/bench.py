@@ -33,9 +33,9 @@ import torch
 import xxhash
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 import weightwire
+from weightwire.bench_model import llama_shapes, views_of
 from weightwire.deadline import Deadline, Watch
 from weightwire.errors import TransferError
 from weightwire_filesystem.config import FilesystemConfig
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "run", "show"]
 
-_LAYERS = 9
 _RAW_CALL_NBYTES = 4 << 20
 _TIMEOUT = 600.0
 
@@ -67,7 +66,7 @@ def run(nbytes: int, directories: list[Path], repeats: int, threads: int | None)
     """
     usual = [Path("/dev/shm"), Path.cwd()]  # noqa: S108 -- a tmpfs, where there is one
     directories = directories or [path for path in usual if path.is_dir()]
-    shapes = _llama(nbytes // 2)
+    shapes = llama_shapes(nbytes // 2)
     figures = [_measure(shapes, directory, repeats, threads) for directory in directories]
     return {**figures[0], "directories": figures}
 
@@ -196,44 +195,13 @@ class _Clock:
         self.times[name] = time.perf_counter() - begin
 
 
-def _llama(parameters: int) -> dict[str, tuple[int, ...]]:
-    """84 shapes with a Llama's proportions and about this many parameters."""
-    hidden = max(64, int(math.sqrt(parameters / 162.5)) // 64 * 64)
-    wide = 4 * hidden
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden // 4, hidden),
-        "self_attn.v_proj": (hidden // 4, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    body = _LAYERS * sum(math.prod(shape) for shape in layer.values()) + hidden
-    vocabulary = max(64, (parameters - body) // (2 * hidden))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for i in range(_LAYERS):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (vocabulary, hidden)
-    return shapes
-
-
 class _State:
     """A state dict whose tensors lie one after the other in one touched buffer."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         numel = sum(math.prod(shape) for shape in shapes.values())
         self.words = torch.zeros(-(-numel // 4), dtype=torch.int64)
-        flat = self.words.view(torch.bfloat16)
-        self.tensors: dict[str, Tensor] = {}
-        begin = 0
-        for name, shape in shapes.items():
-            end = begin + math.prod(shape)
-            self.tensors[name] = flat[begin:end].view(shape)
-            begin = end
+        self.tensors = views_of(self.words.view(torch.bfloat16), shapes)
         self.nbytes = 2 * numel
         self.view = self.words.view(torch.uint8).numpy().data[: self.nbytes]
 

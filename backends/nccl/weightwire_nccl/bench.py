@@ -35,11 +35,11 @@ from rich.table import Table
 from torch import Tensor
 
 import weightwire
+from weightwire.bench_model import llama_shapes, views_of
 from weightwire.errors import BackendUnavailable, ConfigError, TransferError
 
 __all__ = ["main", "run", "show"]
 
-_LAYERS = 9
 _RAW_BUCKET_NBYTES = 256_000_000
 _TINY = 1000
 _TIMEOUT = 300.0
@@ -180,31 +180,6 @@ def _rounds(side: _Side, child: _Child, repeats: int) -> dict[str, Any]:
     }
 
 
-def _llama(parameters: int) -> dict[str, tuple[int, ...]]:
-    """84 shapes with a Llama's proportions and about this many parameters."""
-    hidden = max(64, int(math.sqrt(parameters / 162.5)) // 64 * 64)
-    wide = 4 * hidden
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden // 4, hidden),
-        "self_attn.v_proj": (hidden // 4, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    body = _LAYERS * sum(math.prod(shape) for shape in layer.values()) + hidden
-    vocabulary = max(64, (parameters - body) // (2 * hidden))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for i in range(_LAYERS):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (vocabulary, hidden)
-    return shapes
-
-
 class _Side:
     """One of the two processes: models whose tensors lie in one buffer each, and a raw group."""
 
@@ -216,11 +191,11 @@ class _Side:
         tiny: dict[str, tuple[int, ...]] = {f"tensors.{i}.bias": (8,) for i in range(_TINY)}
         self.flat: dict[str, Tensor] = {}
         self.models: dict[str, dict[str, Tensor]] = {}
-        for name, shapes in (("model", _llama(nbytes // 2)), ("tiny", tiny)):
+        for name, shapes in (("model", llama_shapes(nbytes // 2)), ("tiny", tiny)):
             numel = sum(math.prod(shape) for shape in shapes.values())
             flat = torch.zeros(-(-numel // 4), dtype=torch.int64, device=self.device)
             self.flat[name] = flat
-            self.models[name] = _views(flat.view(torch.bfloat16), shapes)
+            self.models[name] = views_of(flat.view(torch.bfloat16), shapes)
         self.nbytes = sum(tensor.nbytes for tensor in self.models["model"].values())
         self._group = _raw_group(work, rank, self.device)
         self.senders: dict[str, weightwire.WeightSender] = {}
@@ -300,15 +275,6 @@ class _Side:
         for handle in (*self.senders.values(), *self.receivers.values()):
             handle.close()
         self._group = None
-
-
-def _views(flat: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    views, begin = {}, 0
-    for name, shape in shapes.items():
-        end = begin + math.prod(shape)
-        views[name] = flat[begin:end].view(shape)
-        begin = end
-    return views
 
 
 def _raw_group(work: Path, rank: int, device: torch.device) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import weightwire
+from weightwire.bench_model import llama_shapes
 from weightwire.errors import ConfigError, TransferError
 from weightwire.grouping import DEFAULT_GROUP_BYTES, make_groups
 from weightwire.layout import Place, lay_out
@@ -21,36 +21,10 @@ from weightwire.table import Shard, TensorEntry
 from weightwire_nixl.agent import Agent, Operation, Transfer
 from weightwire_nixl.arena import Slots
 
-__all__ = ["Side", "llama", "round_trips", "usable_device"]
+__all__ = ["Side", "round_trips", "usable_device"]
 
-_LAYERS = 9
 _PATIENCE = 60.0
 _DIGEST_WORDS = 1 << 24
-
-
-def llama(parameters: int) -> dict[str, tuple[int, ...]]:
-    """84 shapes with a Llama's proportions and about this many parameters."""
-    hidden = max(64, int(math.sqrt(parameters / 162.5)) // 64 * 64)
-    wide = 4 * hidden
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden // 4, hidden),
-        "self_attn.v_proj": (hidden // 4, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    body = _LAYERS * sum(math.prod(shape) for shape in layer.values()) + hidden
-    vocabulary = max(64, (parameters - body) // (2 * hidden))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for i in range(_LAYERS):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (vocabulary, hidden)
-    return shapes
 
 
 def usable_device(name: str) -> torch.device:
@@ -86,7 +60,7 @@ class Side:
         self, role: str, work: Path, nbytes: int, device: str, modes: dict[str, dict[str, Any]]
     ) -> None:
         self._device = usable_device(device)
-        shapes = llama(nbytes // 2)
+        shapes = llama_shapes(nbytes // 2)
         self.tensors = {
             name: torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
             for name, shape in shapes.items()
