@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["copy_all"]
+__all__ = ["INTEGERS", "copy_all", "raw_bytes"]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype of an element's size, to see its bits."""
 
 
 def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool = False) -> None:
@@ -26,7 +27,7 @@ def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool
     targets, sources = [], []
     with torch.no_grad():
         for to, source in zip(into, of, strict=True):
-            integer = _INTEGERS.get(to.element_size())
+            integer = INTEGERS.get(to.element_size())
             # Lazily conjugated or negated views have other bits than values.
             is_plain = not (source.is_conj() or source.is_neg())
             if to.dtype == source.dtype and integer is not None and is_plain:
@@ -39,3 +40,9 @@ def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool
                 sources.append(source)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes, in place."""
+    # One element may say any stride, which view() refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weightwire.copying import INTEGERS
 from weightwire.hostmemory import array_of
 
 __all__ = [
@@ -47,8 +48,6 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_key(name: str) -> int:
@@ -81,7 +80,7 @@ def box_digest(
     """
     if verify == "off" or box.numel() == 0:
         return 0
-    flat = box.reshape(-1).view(_BITS[box.element_size()])
+    flat = box.reshape(-1).view(INTEGERS[box.element_size()])
     whole = tuple(box.shape) == tuple(shape)
     if verify == "full":
         return _full(flat, key, None if whole else (tuple(box.shape), shape, offsets))
@@ -108,7 +107,7 @@ def sample_digests(tensors: Sequence[Tensor], keys: Sequence[int], version: int)
     digests = [0] * len(tensors)
     if not kept:
         return digests
-    flats = [tensors[i].reshape(-1).view(_BITS[tensors[i].element_size()]) for i in kept]
+    flats = [tensors[i].reshape(-1).view(INTEGERS[tensors[i].element_size()]) for i in kept]
     key = np.array([keys[i] for i in kept], np.int64).view(np.uint64)
     total = np.array([flat.numel() for flat in flats], np.uint64)
     counts = np.minimum(total, SAMPLES).astype(np.int64)
@@ -157,7 +156,7 @@ def sample_box_digests(
                 local.append(flat.astype(np.uint64))
     if not kept:
         return digests
-    flats = [boxes[i].reshape(-1).view(_BITS[boxes[i].element_size()]) for i in kept]
+    flats = [boxes[i].reshape(-1).view(INTEGERS[boxes[i].element_size()]) for i in kept]
     counts = np.array([len(at) for at in found], np.int64)
     begins = np.cumsum(counts) - counts
     bits = _gather(flats, np.concatenate(local), begins, counts)

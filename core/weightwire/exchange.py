@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weightwire.contract import Policy
+from weightwire.copying import raw_bytes
 from weightwire.deadline import Watch
 from weightwire.errors import PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.gloo import end_group
@@ -225,12 +226,12 @@ class Exchange:
                         else torch.empty_like(box, memory_format=torch.contiguous_format)
                     )
                     arrivals.append((box, landing))
-                    works.append(self._group.recv([_raw(landing)], piece.holder, tag))
+                    works.append(self._group.recv([raw_bytes(landing)], piece.holder, tag))
                 elif self._rank == piece.holder:
                     held = tensors.source(piece.source)
                     local = cut_out(held, piece.offsets, piece.sizes, piece.held)
                     local = local.to(entry.torch_dtype).contiguous()
-                    works.append(self._group.send([_raw(local)], piece.owner, tag))
+                    works.append(self._group.send([raw_bytes(local)], piece.owner, tag))
                     arrivals.append((local, local))  # kept alive until it is sent
             if works:
                 seconds = max(0.1, self._watch.deadline.remaining())
@@ -293,11 +294,6 @@ def _in_source(part: Part, shape: Sequence[int], frame: Box) -> Part:
         offsets.append(begin + at)
         sizes.append(size)
     return Part(tuple(offsets), tuple(sizes))
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    # Contiguous: but a tensor of one element may say any stride, which view() refuses.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _timeout(seconds: float) -> datetime.timedelta:

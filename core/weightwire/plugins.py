@@ -111,16 +111,15 @@ class Registry:
 
     def _collect(self, plugin: object, name: str, distribution: str) -> None:
         for hook, found, check in (
-            ("weightwire_describe_backend", self._backends, _check_backend),
-            ("weightwire_describe_session_scheme", self._schemes, _check_scheme),
+            ("weightwire_describe_backend", self._backends, _backend_by_name),
+            ("weightwire_describe_session_scheme", self._schemes, _scheme_by_name),
+            ("weightwire_describe_commands", self._commands, _check_commands),
         ):
             implementation = getattr(plugin, hook, None)
             if implementation is None:
                 continue
             try:
-                value = implementation()
-                provided = check(value, distribution)
-                found.append(Provided(provided, distribution, value, plugin=name))
+                provided: Mapping[str, Any] = check(implementation(), distribution)
             except PluginError as error:
                 self._fail(name, distribution, str(error), error)
             except Exception as error:
@@ -131,27 +130,11 @@ class Registry:
                     f"({type(error).__name__}: {error}): upgrade or remove it",
                     error,
                 )
-        self._collect_commands(plugin, name, distribution)
-
-    def _collect_commands(self, plugin: object, name: str, distribution: str) -> None:
-        implementation = getattr(plugin, "weightwire_describe_commands", None)
-        if implementation is None:
-            return
-        try:
-            commands = _check_commands(implementation(), distribution)
-        except PluginError as error:
-            self._fail(name, distribution, str(error), error)
-        except Exception as error:
-            self._fail(
-                name,
-                distribution,
-                f"plug-in {name!r} of {distribution} failed in weightwire_describe_commands "
-                f"({type(error).__name__}: {error}): upgrade or remove it",
-                error,
-            )
-        else:
-            for command, function in commands.items():
-                self._commands.append(Provided(command, distribution, function, plugin=name))
+            else:
+                found.extend(
+                    Provided(key, distribution, value, plugin=name)
+                    for key, value in provided.items()
+                )
 
     def _fail(
         self, name: str, distribution: str, message: str, cause: BaseException | None
@@ -313,6 +296,14 @@ def _check_hooks(plugin: object, label: str) -> None:
             raise PluginError(
                 f"{label} has {name!r} without its mark: decorate it with weightwire.hookimpl"
             )
+
+
+def _backend_by_name(value: object, distribution: str) -> dict[str, object]:
+    return {_check_backend(value, distribution): value}
+
+
+def _scheme_by_name(value: object, distribution: str) -> dict[str, object]:
+    return {_check_scheme(value, distribution): value}
 
 
 def _check_backend(value: object, distribution: str) -> str:

@@ -264,9 +264,9 @@ def test_a_process_knows_itself_and_its_dead(child, url):
     other = child("member", url=url, **SENDER)
     pid = other.hear()["pid"]
     start = process._start_time(pid)
-    identity = f"{process._host()}/{pid}/{start}"
+    identity = f"{process.this_host()}/{pid}/{start}"
     assert not process.is_gone(identity)
-    assert process.is_gone(f"{process._host()}/{pid}/{int(start) + 1}"), "a number used again"
+    assert process.is_gone(f"{process.this_host()}/{pid}/{int(start) + 1}"), "a number used again"
     os.kill(pid, signal.SIGKILL)
     watch(10).until(lambda: process.is_gone(identity), "end of the process, a zombie by now")
     other.kill()

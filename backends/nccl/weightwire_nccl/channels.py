@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from weightwire.contract import Policy, Seal
+from weightwire.copying import raw_bytes
 from weightwire.errors import TableMismatch, TransferError
 from weightwire.table import Region
 from weightwire_nccl.epoch import Epoch
 from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message, Piece
 from weightwire_nccl.records import HEADER_BYTES, Header, decode
-from weightwire_nccl.staging import Staging, raw, unpack
+from weightwire_nccl.staging import Staging, unpack
 from weightwire_nccl.wire import Wire, Work
 
 __all__ = ["Channel", "Owner", "Reader", "receive_plan", "seal_bound", "send_plan"]
@@ -160,7 +161,7 @@ class Owner(_End):
             for piece in message.pieces
         ]
         as_it_lies = _travels(boxes, self.epoch.device)
-        data = raw(boxes[0]) if as_it_lies else self.staging.pack(boxes, message.nbytes)
+        data = raw_bytes(boxes[0]) if as_it_lies else self.staging.pack(boxes, message.nbytes)
         self.sent_nbytes += data.numel()
         with self.epoch.translated(*channel.readers):
             if channel.wire is not None:
@@ -260,7 +261,7 @@ class Reader(_End):
             for piece in message.pieces
         ]
         in_place = _travels(boxes, self.epoch.device)
-        data = raw(boxes[0]) if in_place else self.staging.land(message.nbytes)
+        data = raw_bytes(boxes[0]) if in_place else self.staging.land(message.nbytes)
         others = (channel.owner, *(r for r in channel.readers if r != self.epoch.rank))
         with self.epoch.translated(*others):
             if channel.wire is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightwire.errors import TableMismatch
+from weightwire.layout import intersection
 from weightwire.table import Region, Shard, TensorTable
 
 __all__ = [
@@ -120,15 +121,11 @@ class ReadPlan:
         return ChannelPlan(groups)
 
     def _pieces(self, position: int, region: Region, shard: Shard) -> Iterator[Piece]:
-        begin = tuple(max(a, b) for a, b in zip(region.offsets, shard.offsets, strict=True))
-        end = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(
-                region.offsets, region.sizes, shard.offsets, shard.sizes, strict=True
-            )
-        )
-        if any(b >= e for b, e in zip(begin, end, strict=True)):
+        common = intersection(region, shard)
+        if common is None:
             return
+        begin = common.offsets
+        end = tuple(b + n for b, n in zip(begin, common.sizes, strict=True))
         itemsize = self._table.tensors[region.tensor].torch_dtype.itemsize
         for low, high, nbytes in _split(begin, end, itemsize, self._bucket_bytes):
             sizes = tuple(e - b for b, e in zip(low, high, strict=True))

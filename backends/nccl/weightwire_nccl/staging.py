@@ -7,16 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Staging", "raw", "unpack"]
+from weightwire.copying import raw_bytes
+
+__all__ = ["Staging", "unpack"]
 
 _ALIGNMENT = 64
 _LEAST = 1 << 20
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes, in place."""
-    # One element may say any stride, which view() refuses.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Bucket:
@@ -61,11 +57,11 @@ class Staging:
         if len(boxes) == 1:
             into.view(boxes[0].dtype).view(boxes[0].shape).copy_(boxes[0])
         elif elsewhere or host is None:
-            torch.cat([raw(box.contiguous()) for box in boxes], out=into)
+            torch.cat([raw_bytes(box.contiguous()) for box in boxes], out=into)
         else:
             parts = torch.split(into, [box.numel() * box.element_size() for box in boxes])
             for part, box in zip(parts, boxes, strict=True):
-                part.copy_(raw(box.contiguous()))
+                part.copy_(raw_bytes(box.contiguous()))
         if into is not place:
             place.copy_(into, non_blocking=True)
         return place
@@ -112,7 +108,7 @@ def unpack(flat: Tensor, boxes: Sequence[Tensor]) -> None:
     values: list[Tensor] = []
     for box, part in zip(boxes, parts, strict=True):
         if box.is_contiguous():
-            into.append(raw(box))
+            into.append(raw_bytes(box))
             values.append(part)
         else:  # a dtype's view must be aligned
             box.copy_(part.clone().view(box.dtype).view(box.shape))

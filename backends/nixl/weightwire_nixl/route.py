@@ -16,6 +16,7 @@ import torch
 from msgspec import Meta
 
 from weightwire.errors import ConfigError
+from weightwire.session.process import this_host
 from weightwire_nixl.config import Direction
 
 __all__ = ["Endpoint", "Route", "choose", "describe_endpoint", "path_between"]
@@ -76,7 +77,7 @@ def describe_endpoint(device: torch.device, tls: str | None = None) -> Endpoint:
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     return Endpoint(
-        host=_host(),
+        host=this_host(),
         user=int(getattr(os, "geteuid", int)()),  # Linux only, and type-checked elsewhere, too
         cma=allowed.any_of({"cma"}, {"sm", "shm"}) and _may_attach(),
         cuda_ipc=allowed.any_of({"cuda_ipc"}, {"cuda"}),
@@ -141,14 +142,6 @@ class _Transports:
         if self._negated:
             return not (listed or (names <= self._names))
         return listed or "all" in self._names
-
-
-def _host() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
 
 
 class _Piece(ctypes.Structure):
