@@ -241,7 +241,7 @@ class Fleet:
             "model": model,
             "sizes": dict(sizes or {}),
             "seed": self.seed,
-            "lease_ttl": 1.0,
+            "lease_ttl": 10.0,
             "timeout": self.timeout,
             "open_timeout": self.timeout,
         }
