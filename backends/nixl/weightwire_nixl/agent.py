@@ -122,6 +122,7 @@ class Counters:
         peers: peers added.
         lists: descriptor lists prepared.
         transfers: transfers prepared.
+        descriptors: of all these transfers, at one end.
         posts: transfers posted; grows with every group.
     """
 
@@ -129,11 +130,12 @@ class Counters:
     peers: int = 0
     lists: int = 0
     transfers: int = 0
+    descriptors: int = 0
     posts: int = 0
 
-    def prepared(self) -> tuple[int, int, int, int]:
+    def prepared(self) -> tuple[int, ...]:
         """All but the posts."""
-        return (self.registrations, self.peers, self.lists, self.transfers)
+        return (self.registrations, self.peers, self.lists, self.transfers, self.descriptors)
 
 
 class Agent:
@@ -311,6 +313,7 @@ class Agent:
             )
             self.counters.lists += 2
             self.counters.transfers += 1
+            self.counters.descriptors += len(here)
             transfer = Transfer(self, handle, (local, remote), who)
             self._transfers.add(transfer)
             return transfer
