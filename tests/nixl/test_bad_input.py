@@ -13,7 +13,7 @@ from nixl_rig import WAYS, NixlFleet, exchange
 
 from weightwire.errors import BackendUnavailable, ConfigError, TransferError
 from weightwire_nixl import agent as agents
-from weightwire_nixl.arena import Slots, device_of
+from weightwire_nixl.arena import Slots, numbered
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import frame, unframe
 
@@ -81,14 +81,15 @@ def test_memory_that_cant_be_registered_is_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
 def test_a_device_that_isnt_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sees no CUDA"):
-        device_of("cuda")
-    assert device_of("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:3"):
+        with pytest.raises(ConfigError, match=f"device='{name}': torch sees 0 CUDA devices"):
+            numbered(torch.device(name))
+    assert numbered(torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"direction": "sideways"}, {"device": "tpu"}, {"max_retired_slots": -1}, {"retries": 3}],
+    [{"direction": "sideways"}, {"max_retired_slots": -1}, {"retries": 3}],
 )
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -14,7 +14,7 @@ from weightwire.errors import PeerLost, TransferError, WeightWireError
 from weightwire.session import process
 from weightwire.table import Region, TensorTable
 from weightwire_nixl.agent import Agent, Counters
-from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.arena import Slots, Words, numbered
 from weightwire_nixl.aside import Aside
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
@@ -57,7 +57,7 @@ class NixlReceiver(ReceiverTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self._device = device_of(config.device, context.device)
+        self._device = numbered(context.device)
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1

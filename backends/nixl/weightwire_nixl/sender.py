@@ -15,7 +15,7 @@ from weightwire.layout import slot_layout
 from weightwire.session import process
 from weightwire.table import TensorTable
 from weightwire_nixl.agent import Agent, Counters
-from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.arena import Slots, Words, numbered
 from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
@@ -36,6 +36,7 @@ from weightwire_nixl.wire import (
     GaveUp,
     Granted,
     Live,
+    Message,
     Over,
     PlanPart,
     ReaderInfo,
@@ -58,7 +59,7 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self.column_blocks = not config.zero_copy  # live tensors lie row by row
-        self._device = device_of(config.device, context.device)
+        self._device = numbered(context.device)
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
@@ -532,8 +533,10 @@ class NixlSender(SenderTransport):
             with contextlib.suppress(WeightWireError):
                 signals = agent.drain()
             for name, messages in signals.items():
-                for payload in messages:
-                    for key in [key for key in late if _frees(payload, *key, name)]:
+                for message in (_readable(payload, name) for payload in messages):
+                    if isinstance(message, Bye) and name in known:
+                        known[name].said_bye = True  # it needs no goodbye of ours
+                    for key in [key for key in late if key[0] == name and _frees(message, key[1])]:
                         del late[key]
             return not agent.in_flight and all(reader.is_gone for reader in late.values())
 
@@ -565,16 +568,19 @@ def _refuse_blocks(table: TensorTable, rank: int) -> None:
             )
 
 
-def _frees(payload: bytes, agent: str, generation: int, sender: str) -> bool:
-    """Whether a signal of ``sender`` says that this agent reads this generation no more."""
-    if agent != sender:
-        return False
+def _readable(payload: bytes, who: str) -> Message | None:
     with contextlib.suppress(TransferError):
-        match read_message(payload, agent):
-            case Credit() as credit:
-                return credit.generation == generation
-            case GaveUp() as told:
-                return not told.in_flight
-            case Over() | Bye():
-                return True
+        return read_message(payload, who)
+    return None
+
+
+def _frees(message: Message | None, generation: int) -> bool:
+    """Whether a signal says that its sender reads this generation no more."""
+    match message:
+        case Credit():
+            return message.generation == generation
+        case GaveUp():
+            return not message.in_flight
+        case Over() | Bye():
+            return True
     return False
