@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from nixl_rig import WAYS, NixlFleet, exchange
 
-from weightwire.errors import BackendUnavailable, ConfigError, TransferError
+import weightwire
+from weightwire.errors import BackendUnavailable, ConfigError, TransferError, WeightWireError
 from weightwire_nixl import agent as agents
 from weightwire_nixl.arena import Slots, numbered
 from weightwire_nixl.config import NixlConfig
@@ -57,6 +60,30 @@ def test_options_that_differ_are_refused_by_name(make_fleet: MakeFleet) -> None:
     assert replica.holds(1) == "pristine"
     replica.close()
     exchange(sender, 2, fleet.receiver("alike", config={"direction": "push"}))
+
+
+def test_ranks_that_stage_differently_are_refused(tmp_path: Path) -> None:
+    """One stages blocks of columns, the other serves its rows where they lie."""
+    errors: list[WeightWireError] = []
+
+    def send(rank: int) -> None:
+        half = weightwire.LocalShard(torch.zeros(256, 1024), (512, 1024), (256 * rank, 0))
+        with weightwire.open_sender(
+            {"backend": "nixl", "zero_copy": bool(rank)},
+            session=f"file://{tmp_path / 'session'}", source={"w": half}, rank=rank, world_size=2,
+        ) as sender:  # fmt: skip
+            try:
+                sender.send(1, timeout=30)
+            except WeightWireError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in errors] == [ConfigError, ConfigError]
+    assert all("give all ranks the same group_bytes and options" in str(e) for e in errors)
 
 
 def test_an_arena_larger_than_memory_is_refused() -> None:
