@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+import torch
+from process_rig import until
 
 from weightwire.config import select
-from weightwire.contract import Context, Offer, Policy
+from weightwire.contract import Context, Offer, Policy, Seal
 from weightwire.deadline import Deadline, Watch
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.grouping import make_groups
@@ -40,11 +43,11 @@ os._exit(0)
 Open = Callable[..., tuple[NixlSender, NixlReceiver]]
 
 
-def context(member: str, session: str) -> Context:
+def context(member: str, session: str, **options: object) -> Context:
     watch = Watch()
     watch.start(Deadline(20.0))
     return Context(
-        config=select("nixl")[1], session_url="file:///nowhere",
+        config=select({"backend": "nixl", **options})[1], session_url="file:///nowhere",
         session_id=session, session_dir=None, rank=0, world_size=1, member_id=member,
         incarnation=1, overlap=False, watch=watch,
     )  # fmt: skip
@@ -55,8 +58,10 @@ def opened() -> Iterator[Open]:
     """A sender and a receiver that have a table, each of its session."""
     found: list[NixlSender | NixlReceiver] = []
 
-    def open_both(session: str = "s1", other: str = "s1") -> tuple[NixlSender, NixlReceiver]:
-        sender_context = context("sender", session)
+    def open_both(
+        session: str = "s1", other: str = "s1", **options: object
+    ) -> tuple[NixlSender, NixlReceiver]:
+        sender_context = context("sender", session, **options)
         receiver_context = context("r0", other)
         sender = NixlSender(sender_context, sender_context.config)  # type: ignore[arg-type]
         found.append(sender)
@@ -71,8 +76,8 @@ def opened() -> Iterator[Open]:
         each.close()
 
 
-def offer(*senders: bytes) -> Offer:
-    return Offer(POLICY, TABLE.digest(), ("r0",), senders, "off")
+def offer(*senders: bytes, policy: Policy = POLICY) -> Offer:
+    return Offer(policy, TABLE.digest(), ("r0",), senders, "off")
 
 
 def of_reader(carried: bytes, **changed: object) -> bytes:
@@ -156,3 +161,60 @@ def test_an_agent_that_is_closed_says_so() -> None:
     agent.close()
     with pytest.raises(TransferError, match="this agent is closed"):
         agent.add("other", b"", "receiver 'r0' rank 0")
+
+
+def read(receiver: NixlReceiver, landing: torch.Tensor) -> None:
+    receiver.post(0, {0: landing})
+    until(lambda: receiver._advance() or receiver._flights[0].parts[0].landed, "it is read", 20)
+
+
+def test_a_group_whose_memory_changed_while_it_was_read_is_discarded(opened: Open) -> None:
+    """The trainer gave the version up, and may change its tensors, before a late reader comes."""
+    sender, receiver = opened(zero_copy=True)
+    weights = torch.ones(64)
+    for version, gives_up in ((1, False), (2, True), (3, False)):
+        policy = Policy(1, version, 1)
+        sender.begin(offer(sender.describe(), policy=policy), {"r0": [receiver.describe()]})
+        assert sender.slot(0, weights.nbytes) is None
+        sender.put(0, {0: weights}, Seal({}, 0))
+        receiver.begin(offer(sender.describe(), policy=policy))
+        landing = receiver.slot(0, weights.nbytes).view(torch.float32)
+        if gives_up:
+            until(lambda: receiver._poll() or len(receiver._backlog) > 0, "it is announced", 20)
+            sender.abort(PeerLost("another one"))
+            with pytest.raises(PeerLost, match=r"^sender rank 0 filled the slot of group 0 again"):
+                read(receiver, landing)
+            receiver.abort(PeerLost("discarded"))
+            continue
+        assert [seal.owner for seal in receiver.fetch(0, {0: landing})] == [0]
+        assert torch.equal(landing, weights)
+        sender.finish()
+        receiver.finish()
+
+
+def test_each_receiver_starts_at_another_owner() -> None:
+    """Whichever replica it belongs to."""
+    halves = tuple(Shard(rank, (32 * rank,), (32,)) for rank in (0, 1))
+    entry = TensorEntry("w", (64,), "float32", halves)
+    table = TensorTable(2, (entry,), make_groups([entry], 1 << 20))
+    roster = ("r0", "r1")
+    opened: list[NixlSender | NixlReceiver] = []
+    try:
+        senders, firsts = [], []
+        for rank in (0, 1):
+            where = dataclasses.replace(context("sender", "s1"), rank=rank, world_size=2)
+            opened.append(NixlSender(where, where.config))  # type: ignore[arg-type]
+            opened[-1].set_table(table)
+            senders.append(opened[-1].describe())
+        for name in roster:
+            where = context(name, "s1")
+            receiver = NixlReceiver(where, where.config)  # type: ignore[arg-type]
+            opened.append(receiver)
+            receiver.set_plan(table, [Region.whole(0, entry)])
+            receiver.begin(Offer(POLICY, table.digest(), roster, tuple(senders), "off"))
+            receiver.post(0, {0: receiver.slot(0, 256).view(torch.float32)})
+            firsts.append([part.owner.rank for part in receiver._flights[0].parts])
+        assert firsts == [[0, 1], [1, 0]]
+    finally:
+        for each in reversed(opened):
+            each.close()

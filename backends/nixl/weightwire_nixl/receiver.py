@@ -79,7 +79,8 @@ class NixlReceiver(ReceiverTransport):
         self._moving = threading.RLock()  # posted groups are moved on by one thread at a time
         self._progress: Progress | None = None
         self._grants = 0
-        self._world_size = 0
+        self._world_size = 0  # the trainer's
+        self._place = 0  # among those who read this version
 
     # ---------------------------------------------------------------------- set-up
 
@@ -144,6 +145,8 @@ class NixlReceiver(ReceiverTransport):
         self._aborted, self._clean = set(), set()
         self._flights = {}
         self._aside.sweep()
+        replica = offer.roster.index(self._context.member_id)
+        self._place = replica * self._context.world_size + self._context.rank
         agent, info = self._opened()
         routes = {str(self._meet(agent, rank, offer.senders[rank]).route) for rank in info.reads}
         self.path = "; ".join(sorted(routes)) or "this rank reads nothing"
@@ -177,6 +180,8 @@ class NixlReceiver(ReceiverTransport):
             self._drop(known)
         agent.add(info.agent, info.metadata, who)
         owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route)
+        if known is not None and known.info.agent == info.agent:
+            owner.learn(known.heard)  # NIXL has dropped it, and it isn't told twice
         self._owners[rank] = owner
         self._by_agent[info.agent] = owner
         return owner
@@ -199,10 +204,10 @@ class NixlReceiver(ReceiverTransport):
             # Whatever was in the slot may still be copied out of it.
             torch.cuda.current_stream(self._device).synchronize()
         ranks = list(plan.owners)
-        turn = self._context.rank % max(1, len(ranks))  # each receiver starts elsewhere
+        first = self._place % max(1, len(ranks))  # each receiver starts at another owner
         slot = self._turns[group]
         parts = [
-            self._part(self._owners[rank], group, slot) for rank in ranks[turn:] + ranks[:turn]
+            self._part(self._owners[rank], group, slot) for rank in ranks[first:] + ranks[:first]
         ]
         with self._moving:
             self._flights[group] = _Flight(parts)
