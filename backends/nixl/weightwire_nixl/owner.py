@@ -138,14 +138,15 @@ class Owner:
         return transfer
 
     def learn(self, batches: Sequence[bytes]) -> None:
-        """Hear of more memory, which it tells once.
+        """Hear of more memory; what was heard before is passed over.
 
         Raises:
             PeerLost: it can't be reached.
         """
         for metadata in batches:
-            self.heard.append(metadata)
-            self.agent.extend(self.info.agent, metadata, self.who)
+            if metadata not in self.heard:
+                self.agent.extend(self.info.agent, metadata, self.who)
+                self.heard.append(metadata)
 
     def read_word(self, theirs: int, ours: int) -> Transfer:
         """The read of a slot's generation word."""

@@ -31,6 +31,7 @@ from weightwire_nixl.wire import (
     Aborted,
     Announced,
     Bye,
+    Forgot,
     GaveUp,
     Over,
     ReaderInfo,
@@ -76,6 +77,7 @@ class NixlReceiver(ReceiverTransport):
         self._clean: set[int] = set()  # of those, who has nothing under way to this rank
         self._flights: dict[int, _Flight] = {}
         self._aside = Aside()
+        self._forgotten: set[tuple[str, str]] = set()  # owners' agents, and agents of ours
         self._moving = threading.RLock()  # posted groups are moved on by one thread at a time
         self._progress: Progress | None = None
         self._grants = 0
@@ -300,8 +302,10 @@ class NixlReceiver(ReceiverTransport):
         for owner in self._owners.values():
             under_way = any(part.owner is owner for part in hot)
             message = encode(GaveUp(self._policy, in_flight=under_way))
-            with contextlib.suppress(WeightWireError):
+            try:
                 agent.notify(owner.info.agent, message, owner.who)
+            except WeightWireError:
+                owner.broken = True
         if hot:
             self._set_aside(agent, hot)
 
@@ -324,9 +328,13 @@ class NixlReceiver(ReceiverTransport):
                         for part in hot:
                             if part.owner is names[name]:
                                 part.revoke()
+            for part in hot:
+                if (part.owner.info.agent, agent.name) in self._forgotten:
+                    part.revoke()
             return not any(part.in_flight for part in hot)
 
         def release() -> None:
+            self._forgotten -= {(name, agent.name) for name in names}
             _say_bye(agent, owners.values(), policy)
             agent.close()
             memory.clear()
@@ -366,6 +374,9 @@ class NixlReceiver(ReceiverTransport):
             case Over():
                 if owner is not None and message.policy >= self._policy:
                     self._clean.add(owner.rank)
+            case Forgot():
+                if owner is not None and len(self._aside):
+                    self._forgotten.add((name, message.agent))
             case _:
                 raise TransferError(
                     f"{who} sent a signal that only a receiver sends: "
