@@ -21,7 +21,7 @@ SLACK_SECONDS = 0.5
 """Deadlines hold within a tenth and this."""
 
 _LEASE_SECONDS = 20.0
-"""So long that a busy machine can't miss it: a process of this host that dies is seen to be gone."""
+"""A busy machine doesn't miss it, and a process of this host that dies is seen to be gone."""
 _MOST_PATIENT_CALL = 30.0
 _MARGIN = 4
 _UNFIT: dict[str, Any] = {"files": [], "problems": []}
