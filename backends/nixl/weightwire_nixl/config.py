@@ -23,8 +23,6 @@ class NixlConfig(BackendConfig):
             and between processes on one GPU.  Equal on both sides.
         unsafe_pull: allow ``direction="pull"`` over TCP, where a receiver that dies
             in the midst of a read can abort the trainer's process.
-        device: where arenas lie: ``auto`` (where the tensors do, or as ``device=`` of
-            ``open_sender`` and ``open_receiver`` says), ``cpu``, ``cuda`` or ``cuda:N``.
         zero_copy: serve the trainer's own tensors where their dtype is the one on the
             wire and they are contiguous, instead of copying them into slots first.
             Their memory is registered, and stays allocated as long as this sender.
@@ -38,7 +36,6 @@ class NixlConfig(BackendConfig):
 
     direction: Direction = "auto"
     unsafe_pull: bool = False
-    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     zero_copy: bool = False
     discovery: Annotated[
         str,

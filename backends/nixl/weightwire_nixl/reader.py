@@ -21,6 +21,7 @@ class Reader:
         heard: how many batches of the trainer's registered memory it has heard of.
         gave_up: the last version that it gave up.
         told_over: the last version of which it knows that nothing is under way any more.
+        broken: a signal or a write to it failed: NIXL has dropped its metadata.
     """
 
     def __init__(self, who: str, receiver_id: str, rank: int, info: ReaderInfo) -> None:
@@ -35,6 +36,7 @@ class Reader:
         self.gave_up = Policy(0, 0, 0)
         self.told_over = Policy(0, 0, 0)
         self.said_bye = False
+        self.broken = False
 
     @property
     def agent(self) -> str:

@@ -15,7 +15,7 @@ from weightwire.layout import slot_layout
 from weightwire.session import process
 from weightwire.table import TensorTable
 from weightwire_nixl.agent import Agent, Counters
-from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.arena import Slots, Words, numbered
 from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
@@ -33,9 +33,11 @@ from weightwire_nixl.wire import (
     Announced,
     Bye,
     Credit,
+    Forgot,
     GaveUp,
     Granted,
     Live,
+    Message,
     Over,
     PlanPart,
     ReaderInfo,
@@ -58,7 +60,7 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self.column_blocks = not config.zero_copy  # live tensors lie row by row
-        self._device = device_of(config.device, context.device)
+        self._device = numbered(context.device)
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
@@ -175,6 +177,8 @@ class NixlSender(SenderTransport):
         if reader is None:
             reader = Reader(who, receiver_id, rank, info)
             self._known[info.agent] = reader
+        elif reader.broken:
+            self._reconnect(reader)
         reader.info = info
         reader.groups = frozenset(info.reads.get(self._context.rank, ()))
         if reader.groups:
@@ -190,16 +194,30 @@ class NixlSender(SenderTransport):
                 reader.writes = Writes(who, info, agent, self._slots, self._group_nbytes)
         return reader
 
+    def _reconnect(self, reader: Reader) -> None:
+        """Meet a reader anew whose connection broke, and that lives; its plan is kept."""
+        if reader.writes is not None:
+            if reader.writes.in_flight:
+                return
+            reader.writes.release()
+        self._agent_().remove(reader.agent)
+        reader.heard = 0  # what it was told last may not have arrived
+        reader.broken = False
+
     def _forget_gone(self) -> None:
         """Forget agents that are no more, so that joins and leaves leave nothing behind."""
-        present = {(reader.receiver_id, reader.rank) for reader in self._readers.values()}
+        present = {(reader.receiver_id, reader.rank): reader for reader in self._readers.values()}
         for name, reader in list(self._known.items()):
             if name in self._readers:
                 continue
-            replaced = (reader.receiver_id, reader.rank) in present
+            successor = present.get((reader.receiver_id, reader.rank))
+            replaced = successor is not None and not self._may_touch(name)
             under_way = reader.writes is not None and reader.writes.in_flight
-            if not under_way and (reader.is_gone or (replaced and not self._may_touch(name))):
-                self._forget(reader)
+            if under_way or not (reader.is_gone or replaced):
+                continue
+            self._forget(reader)
+            if successor is not None and not reader.said_bye:
+                self._tell(successor, Forgot(self._policy, name))
 
     def _forget(self, reader: Reader) -> None:
         self._known.pop(reader.agent, None)
@@ -264,6 +282,7 @@ class NixlSender(SenderTransport):
             try:
                 self._agent_().notify(reader.agent, encode(announced), reader.who)
             except PeerLost as error:
+                reader.broken = True
                 del slot.outstanding[reader.agent]
                 self._miss(reader, error)
         self._poll()
@@ -330,11 +349,9 @@ class NixlSender(SenderTransport):
                 self._drop(delivery)
         for reader in self._readers.values():
             under_way = reader.writes is not None and reader.writes.in_flight
-            message = encode(Aborted(self._policy, in_flight=under_way))
             if not under_way:
                 reader.told_over = self._policy
-            with contextlib.suppress(WeightWireError):
-                self._agent.notify(reader.agent, message, reader.who)
+            self._tell(reader, Aborted(self._policy, in_flight=under_way))
         self._readers = {}
 
     def close(self) -> None:
@@ -456,8 +473,10 @@ class NixlSender(SenderTransport):
             delivery.advance()
         except PeerLost as error:
             self._drop(delivery)
-            if reader is not None and not unwanted:
-                self._miss(reader, error)
+            if reader is not None:
+                reader.broken = True
+                if not unwanted:
+                    self._miss(reader, error)
             return
         if delivery.done:
             self._drop(delivery)
@@ -473,8 +492,14 @@ class NixlSender(SenderTransport):
             return
         if not any(delivery.agent == reader.agent for delivery in self._deliveries):
             reader.told_over = reader.gave_up
-            with contextlib.suppress(WeightWireError):
-                self._agent_().notify(reader.agent, encode(Over(reader.gave_up)), reader.who)
+            self._tell(reader, Over(reader.gave_up))
+
+    def _tell(self, reader: Reader, message: Message) -> None:
+        """Signal what only helps a reader to go on sooner."""
+        try:
+            self._agent_().notify(reader.agent, encode(message), reader.who)
+        except WeightWireError:
+            reader.broken = True
 
     def _hear(self, reader: Reader, payload: bytes) -> None:
         message = read_message(payload, reader.who)
@@ -532,8 +557,10 @@ class NixlSender(SenderTransport):
             with contextlib.suppress(WeightWireError):
                 signals = agent.drain()
             for name, messages in signals.items():
-                for payload in messages:
-                    for key in [key for key in late if _frees(payload, *key, name)]:
+                for message in (_readable(payload, name) for payload in messages):
+                    if isinstance(message, Bye) and name in known:
+                        known[name].said_bye = True  # it needs no goodbye of ours
+                    for key in [key for key in late if key[0] == name and _frees(message, key[1])]:
                         del late[key]
             return not agent.in_flight and all(reader.is_gone for reader in late.values())
 
@@ -565,16 +592,19 @@ def _refuse_blocks(table: TensorTable, rank: int) -> None:
             )
 
 
-def _frees(payload: bytes, agent: str, generation: int, sender: str) -> bool:
-    """Whether a signal of ``sender`` says that this agent reads this generation no more."""
-    if agent != sender:
-        return False
+def _readable(payload: bytes, who: str) -> Message | None:
     with contextlib.suppress(TransferError):
-        match read_message(payload, agent):
-            case Credit() as credit:
-                return credit.generation == generation
-            case GaveUp() as told:
-                return not told.in_flight
-            case Over() | Bye():
-                return True
+        return read_message(payload, who)
+    return None
+
+
+def _frees(message: Message | None, generation: int) -> bool:
+    """Whether a signal says that its sender reads this generation no more."""
+    match message:
+        case Credit():
+            return message.generation == generation
+        case GaveUp():
+            return not message.in_flight
+        case Over() | Bye():
+            return True
     return False

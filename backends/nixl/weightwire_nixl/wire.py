@@ -17,6 +17,7 @@ __all__ = [
     "Announced",
     "Bye",
     "Credit",
+    "Forgot",
     "GaveUp",
     "Granted",
     "Live",
@@ -196,12 +197,22 @@ class Over(_Message, frozen=True, tag="over"):
     """Nothing of this version is under way any more between the two."""
 
 
+class Forgot(_Message, frozen=True, tag="forgot"):
+    """Owner to reader: whom the reader's new agent replaces isn't known here any more.
+
+    Attributes:
+        agent: its name; nothing is under way to its memory.
+    """
+
+    agent: _Name
+
+
 class Bye(_Message, frozen=True, tag="bye"):
     """This agent closes."""
 
 
 Message: TypeAlias = (
-    Announced | Credit | PlanPart | Granted | Written | Aborted | GaveUp | Over | Bye
+    Announced | Credit | PlanPart | Granted | Written | Aborted | GaveUp | Over | Forgot | Bye
 )
 
 _messages = msgspec.msgpack.Decoder(Message)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightwire_conformance.rig.leases import LEASE_SECONDS
 from weightwire_conformance.rig.placements import MEETING_SECONDS
 from weightwire_conformance.rig.pool import Pool
 from weightwire_conformance.rig.worker import Call, Calls, RemoteError, Worker, gather, until
@@ -21,6 +20,8 @@ __all__ = ["Fleet", "LeftBehind", "Side"]
 SLACK_SECONDS = 0.5
 """Deadlines hold within a tenth and this."""
 
+_LEASE_SECONDS = 20.0
+"""A busy machine doesn't miss it, and a process of this host that dies is seen to be gone."""
 _MOST_PATIENT_CALL = 30.0
 _MARGIN = 4
 _UNFIT: dict[str, Any] = {"files": [], "problems": []}
@@ -258,7 +259,7 @@ class Fleet:
             "model": model,
             "sizes": dict(sizes or {}),
             "seed": self.seed,
-            "lease_ttl": LEASE_SECONDS,
+            "lease_ttl": _LEASE_SECONDS,
             "timeout": self.timeout,
             "open_timeout": self.timeout,
         }

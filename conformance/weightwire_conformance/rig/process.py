@@ -29,7 +29,6 @@ from weightwire.errors import WeightWireError
 from weightwire.plugins import registry
 from weightwire_conformance.rig import posix
 from weightwire_conformance.rig.commands import Commands
-from weightwire_conformance.rig.leases import look_often
 
 __all__: list[str] = []
 
@@ -105,7 +104,6 @@ def _become_worker(connection: socket.socket, log: str) -> None:
 def main(address: str) -> None:
     """Serve the socket ``address``: ``log PATH`` forks a worker, ``import NAME`` imports here."""
     registry()
-    look_often()
     _settle()
     posix.collect_children(at_once=True)
     listener = posix.local_socket()
