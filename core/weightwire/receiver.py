@@ -321,6 +321,7 @@ class WeightReceiver(Handle):
             self._report_failure(attempt, error)
             raise
         assert attempt.offer is not None  # noqa: S101 - both branches set it
+        attempt.started = True
         return attempt.offer
 
     def _fetch(self) -> None:
@@ -405,13 +406,15 @@ class WeightReceiver(Handle):
             registry().notify(hook, record)
 
     def _look_around(self) -> None:
-        """On the lease's thread: end a running transfer whose sender is gone."""
+        """On a thread of its own: end a running transfer whose sender is gone."""
         call = self._watch.call
         attempt = self._attempt
         if attempt is None and not self._busy.locked():
             return  # no call runs, or the receiver isn't wholly open yet
         moves_now = self._backend.capabilities.flow != "store"
-        offer = attempt.offer if attempt is not None and moves_now else None
+        # Before the start rank 0 looks for a newer offer rather than fail with the old one.
+        has_started = attempt is not None and attempt.started
+        offer = attempt.offer if attempt is not None and has_started and moves_now else None
         try:
             if not self._session.store.outlives_members and self._session.is_replaced():
                 self._gone = SessionError(

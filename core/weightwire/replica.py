@@ -39,6 +39,7 @@ class Attempt:
         self.offer: Offer | None = None
         self.run: Run[Policy] | None = None
         self.told = False
+        self.started = False
         self.dirty = False
         self.fetched = False
         self.committed = False

@@ -316,7 +316,7 @@ class WeightSender(Handle):
     # ---------------------------------------------------------------------- watching
 
     def _look_around(self) -> None:
-        """On the lease's thread: end a running call when another sender has taken over, and a
+        """On a thread of its own: end a running call when another sender has taken over, and a
         running transfer when its peers are gone."""
         if not self._busy.locked():
             return  # no call runs, or the sender isn't wholly open yet

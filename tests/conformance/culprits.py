@@ -49,7 +49,7 @@ RED: dict[str, tuple[str, str]] = {
     ),
     "ignores-a-lost-receiver": ("a-killed-receiver-is-missed[fetching]", "hangs: no answer"),
     "ignores-a-lost-sender": ("a-killed-sender-is-missed[sending]", "hangs: no answer"),
-    "keeps-its-own-time": ("a-stalled-sender-doesnt-hold-its-receivers", "with a deadline of 1 s"),
+    "keeps-its-own-time": ("a-stalled-sender-doesnt-hold-its-receivers", "with a deadline of"),
     "keeps-its-roster": ("a-receiver-comes-back[closed]", "roster isn't what it was"),
     "keeps-its-pointers": ("zero-copy-changes-nothing-but-the-copies[on]", SILENT),
     "keeps-what-it-posted": (

@@ -257,11 +257,8 @@ def test_a_killed_trainer_rank_ends_the_version_for_everybody(
 
 @pytest.mark.parametrize("point", ["idle", *RECEIVER_POINTS])
 def test_a_receiver_stopped_past_its_lease_is_lost_and_later_whole_again(
-    request: pytest.FixtureRequest, make_fleet: MakeFleet, backend: str, point: str
+    make_fleet: MakeFleet, backend: str, point: str
 ) -> None:
-    if (backend, point) == ("memory", "target.plan"):
-        reason = "a sleeper that wakes up while it plans doesn't always see the offer that names it"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=reason))
     fleet = make_fleet(backend)
     sender = fleet.sender(lease_ttl=SHORT_LEASE)
     replica = fleet.receiver("sleeper", lease_ttl=SHORT_LEASE)

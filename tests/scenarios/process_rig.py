@@ -229,7 +229,8 @@ class Worker:
             return not self.dead and not self.stopped
         try:
             left = self.start("reset").result(40)
-        except (AssertionError, RemoteError):
+        except (AssertionError, RemoteError) as error:
+            print(f"process {self.pid} wasn't fit for another test: {error}")
             return False
         assert not left["threads"], f"threads are left: {left['threads']}"
         self.events.clear()
