@@ -29,7 +29,7 @@ from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.lease import LeaseObserver
+from weightwire.session.lease import Leader, LeaseObserver
 from weightwire.session.session import Session
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
 from weightwire.trainer_rank import Start, TrainerRank
@@ -91,6 +91,7 @@ class WeightSender(Handle):
             )
             undo.callback(self._leave_session)
             undo.callback(self._keeper.stop)
+            self._leader = Leader(self._observer, self._member) if self._rank else None
             self._agreement = Agreement(self._session, self._member, self._rank)
             self._transport = self._open_transport()
             undo.callback(self._transport.close)
@@ -321,6 +322,8 @@ class WeightSender(Handle):
         if not self._busy.locked():
             return  # no call runs, or the sender isn't wholly open yet
         call = self._watch.call
+        if self._leader is not None and (missing := self._leader.failure()):
+            self._watch.fail(missing, call)
         superseded = self._machine.supersession()
         if superseded is not None:
             self._watch.fail(superseded, call)

@@ -354,3 +354,30 @@ def test_a_receiver_that_applied_an_aborted_attempt_applies_the_next_one(
     assert [call.results()[0]["attempt"] for call in calls] == [2, 2]
     second.results()
     assert (good.holds(1), bad.holds(1)) == (1, 1)
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+@pytest.mark.parametrize("moment", ["before the offer", "while it runs"])
+def test_the_other_ranks_hear_by_its_lease_that_their_rank_0_stands_still(
+    make_fleet: MakeFleet, role: str, moment: str
+) -> None:
+    fleet = make_fleet("stepped-memory")
+    sender = fleet.sender(ranks=2, lease_ttl=1.0)
+    pair = fleet.receiver("pair", ranks=2, lease_ttl=1.0)
+    side, name = (sender, "sender") if role == "sender" else (pair, "pair")
+    if moment == "before the offer":
+        side.first.stop()
+        call = {"sender": ("send", {"version": 1}), "receiver": ("receive", {})}[role]
+        waiting = side.workers[1].start(call[0], **call[1])
+    else:
+        point = {"sender": "source.tensors", "receiver": "target.commit"}[role]
+        side.first.arm(point)
+        waiting = sender.start("send", version=1).calls[1]
+        if role == "receiver":
+            waiting = pair.start("receive").calls[1]
+        side.first.until_at(point)
+        side.first.stop()
+    error = waiting.error()
+    assert error.kind == "PeerLost", error
+    assert name in error.first
+    assert error.seconds < 10  # of 30
