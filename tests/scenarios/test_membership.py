@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from process_rig import Fleet, Side
+from process_rig import Fleet, Side, exchange
 
 MakeFleet = Callable[..., Fleet]
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def restart(fleet: Fleet, sender: Side, how: str, **options: object) -> Side:
