@@ -59,8 +59,9 @@ class NixlSender(SenderTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self.column_blocks = not config.zero_copy  # live tensors lie row by row
         self._device = numbered(context.device)
+        blocks = self._device.type == "cuda" and not config.zero_copy  # live: row by row
+        self.column_blocks = blocks if config.column_blocks is None else config.column_blocks
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._turns = 2 if context.overlap else 1
