@@ -14,7 +14,6 @@ from weightwire.contract import Context, Offer, ReceiverTransport
 from weightwire.deadline import Deadline, calling
 from weightwire.errors import (
     AuthenticationError,
-    ConfigError,
     HandleError,
     PeerLost,
     SessionError,
@@ -194,7 +193,7 @@ class WeightReceiver(Handle):
         False while a newer attempt of it is on offer, and for a version of an
         earlier sender that the running one didn't take up.
         """
-        _check_minimum(version)
+        keys.validate_version(version)
         self._check_usable()
         return self._version is not None and self._machine.holds(version)
 
@@ -226,13 +225,13 @@ class WeightReceiver(Handle):
             VerificationError: bytes arrived that aren't sent; see ``tainted``.
             HandleError: this receiver is closed, forked or busy.
         """
-        _check_minimum(minimum)
+        keys.validate_version(minimum)
         with self._call(timeout):
             return self._receive(minimum)
 
     async def areceive(self, timeout: float | None = None, *, minimum: int = 0) -> Report:
         """``receive`` for asyncio: the event loop goes on; cancelling aborts the version."""
-        _check_minimum(minimum)
+        keys.validate_version(minimum)
         return await self._in_thread(lambda: self._receive(minimum), timeout)
 
     def _receive(self, minimum: int) -> Report:
@@ -246,7 +245,7 @@ class WeightReceiver(Handle):
         The target still holds its old version; the engine pauses after this.
         The timeout covers ``fetch`` and ``commit`` too.
         """
-        _check_minimum(minimum)
+        keys.validate_version(minimum)
         with self._call(timeout):
             return self._begin(minimum)
 
@@ -459,11 +458,6 @@ class WeightReceiver(Handle):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _check_minimum(version: int) -> None:
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
-        raise ConfigError(f"version {version!r} isn't a whole number from 0 to 10**12 - 1")
 
 
 def open_receiver(

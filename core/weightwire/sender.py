@@ -27,7 +27,7 @@ from weightwire.options import SenderOptions, make_options
 from weightwire.placements import LocalShard
 from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord
-from weightwire.session import membership
+from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Leader, LeaseObserver
 from weightwire.session.session import Session
@@ -179,7 +179,7 @@ class WeightSender(Handle):
             SessionError: the session is gone, or another sender took it over.
             HandleError: this sender is closed, forked or busy.
         """
-        self._check_version(version)
+        keys.validate_version(version)
         wait = self._check_wait(wait)
         with self._call(timeout):
             return self._send(version, wait)
@@ -188,7 +188,7 @@ class WeightSender(Handle):
         self, version: int, *, wait: Wait | None = None, timeout: float | None = None
     ) -> Report:
         """``send`` for asyncio: the event loop goes on; cancelling aborts the version."""
-        self._check_version(version)
+        keys.validate_version(version)
         wait = self._check_wait(wait)
         return await self._in_thread(lambda: self._send(version, wait), timeout)
 
@@ -365,12 +365,6 @@ class WeightSender(Handle):
         if self._rank == 0:
             record = VersionRecord(self._session.url, "sender", "sender", version, report, error)
             registry().notify(hook, record)
-
-    def _check_version(self, version: int) -> None:
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
-            raise ConfigError(
-                f"version {version!r} isn't a whole number from 0 to 10**12 - 1: pass an int"
-            )
 
     def _check_wait(self, wait: Wait | None) -> Wait:
         wait = self._backend.capabilities.default_wait if wait is None else wait

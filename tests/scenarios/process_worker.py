@@ -709,6 +709,7 @@ def do_nixl(name: str = "main") -> dict[str, Any]:
     transport = _member(name).handle._transport
     transport = getattr(transport, "_inner", transport)
     agent = transport._agent
+    slots = transport._pool.slots if hasattr(transport, "_pool") else transport._slots
     return {
         "prepared": list(transport.counters.prepared()),
         "posts": transport.counters.posts,
@@ -716,7 +717,7 @@ def do_nixl(name: str = "main") -> dict[str, Any]:
         "agent": agent.name if agent is not None else None,
         "peers": len(agent._peers) if agent is not None else 0,
         "aside": len(transport._aside) if hasattr(transport, "_aside") else 0,
-        "arena": hashlib.blake2b(transport._slots._memory.numpy()).hexdigest(),
+        "arena": hashlib.blake2b(slots._memory.numpy()).hexdigest(),
         "slots": [slot.index for slot in transport._pool if slot.outstanding]
         if hasattr(transport, "_pool")
         else [],

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from process_rig import Fleet, Side
+from process_rig import Fleet, Side, exchange
 
 MakeFleet = Callable[..., Fleet]
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def restart(fleet: Fleet, sender: Side, how: str, **options: object) -> Side:
@@ -200,17 +191,22 @@ def test_a_restarted_sender_reaches_receivers_that_werent_restarted(
 
 
 def test_a_restarted_sender_may_count_from_the_beginning_again(
-    make_fleet: MakeFleet, backend: str, scheme: str, request: pytest.FixtureRequest
+    make_fleet: MakeFleet, backend: str, scheme: str
 ) -> None:
-    if (backend, scheme) == ("filesystem", "tcp"):
-        reason = "a new tcp session counts incarnations anew: names of versions collide on disk"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     fleet = make_fleet(backend, scheme)
     sender = fleet.sender()
-    replica = fleet.receiver(timeout=5.0)
+    replica = fleet.receiver()
     exchange(sender, 1, replica)
     exchange(sender, 2, replica)
     again = restart(fleet, sender, "closed")
+    if (backend, scheme) == ("filesystem", "tcp"):
+        # A tcp session ends with its sender: this is another run in the first one's directory.
+        error = again.start("send", version=1).error()
+        assert error.kind == "TransferError"
+        assert "give each run a directory of its own" in error.first
+        exchange(again, 3, replica)
+        assert replica.holds(1, 2, 3) == 3
+        return
     exchange(again, 1, replica)
     assert replica.holds(1, 2) == 1
     assert replica.version == 1
