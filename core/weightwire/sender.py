@@ -41,6 +41,8 @@ __all__ = ["WeightSender", "open_sender"]
 
 
 _GOODBYE_SECONDS = 5.0
+_OUTCOME_GRACE = 0.4
+"""Seconds by which rank 0 may say later than the deadline how the version ended."""
 
 
 class WeightSender(Handle):
@@ -289,7 +291,7 @@ class WeightSender(Handle):
             self._sending = start.offer
             report = self._ours.move(start.offer, start.readers, resolved, phases, began)
             with phases.timed("commit"):
-                drive(self._agreement.hear("outcome"), self._watch)
+                drive(self._agreement.hear("outcome", grace=_OUTCOME_GRACE), self._watch)
             self._agreement.acknowledge("left")
             self._ours.done()
         except BaseException as error:

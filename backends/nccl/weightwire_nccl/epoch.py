@@ -53,6 +53,7 @@ _CAUSE_SECONDS = 0.3
 _PATIENCE = 1.0
 """Seconds after which a wait is witnessed; sooner under a short deadline."""
 _JOIN_SECONDS = 0.5
+_HANG_UP_SECONDS = 0.1
 _FIRST_PAUSE = 0.0001
 _LAST_PAUSE = 0.01
 _PROBE_TAG = 9
@@ -173,13 +174,16 @@ class Epoch:
 
     def _end(self) -> None:
         self._jobs.put(None)
-        self._thread.join(0 if self._connecting else _JOIN_SECONDS)
+        # What the library itself connects to can't be hung up on: no use in waiting for that.
+        patience = _HANG_UP_SECONDS if self._connecting else _JOIN_SECONDS
+        if not self._connecting:
+            self._thread.join(patience)
         if self._thread.is_alive():
             self._giving_up.set()
             for wire in tuple(self._all_wires):
                 wire.abort()
-            end = time.monotonic() + 2 * _JOIN_SECONDS
-            while self._thread.is_alive() and not self._connecting and time.monotonic() < end:
+            end = time.monotonic() + 2 * patience
+            while self._thread.is_alive() and time.monotonic() < end:
                 if self._client is not None:
                     self._client.hang_up()  # again: it retries while it connects
                 self._thread.join(_LAST_PAUSE)
@@ -294,11 +298,11 @@ class Epoch:
             )
         self.members, self.rank, self._me = opening.members, places[0], str(me)
         self.id, self.generation = opening.epoch, 1
-        self._roll_call(opening, me)
-        if self._second is None:
+        if self._second is None:  # early: connecting to a server that stands still can't be ended
             second = Client(*self.server, "sender rank 0")
             second.connect(self._watch.deadline.remaining())
             self._second = second
+        self._roll_call(opening, me)
         self._form(opening)
         self.formed_in = time.perf_counter() - began
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from weightwire.errors import PeerLost, WeightWireError
 from weightwire.session import keys, process
@@ -159,8 +160,12 @@ class Agreement:
             if error is not None:
                 self._session.write(self._key(self._round, _OVER), RankReport())
 
-    def hear(self, step: str) -> Steps[bytes]:
-        """Other ranks: rank 0's decision, or its error."""
+    def hear(self, step: str, *, grace: float = _GRACE_SECONDS) -> Steps[bytes]:
+        """Other ranks: rank 0's decision, or its error.
+
+        Args:
+            grace: seconds that rank 0 may take longer than the deadline.
+        """
         while True:
             report = self._session.read(self._key(self._round, step, "0"), RankReport)
             if report is not None:
@@ -168,7 +173,7 @@ class Agreement:
                     raise self.to_error(report.error)
                 return report.payload
             self._refuse_dead({0})
-            yield self._waiting(step, {0})
+            yield replace(self._waiting(step, {0}), grace=grace)
 
     def acknowledge(self, step: str) -> None:
         """Other ranks: tell rank 0 that no more is read from the session in this round."""
