@@ -52,13 +52,13 @@ def meet():
         comers = []
         for _, member in coming:
             watch = Watch()
-            watch.start(Deadline(10))
+            watch.start(Deadline(60))
             epochs.append(Epoch(watch, "127.0.0.1", (server.host, server.port), None))
             comers.append(Comer(epochs[-1], member))
         for thread in [
             comer.enter(opening) for comer, (opening, _) in zip(comers, coming, strict=True)
         ]:
-            thread.join(20)
+            thread.join(90)
             assert not thread.is_alive()
         return comers
 

@@ -313,6 +313,7 @@ class Epoch:
         client = self.client
         mine = secrets.token_hex(8)  # a copy of this process has its nonce
         if client.first(f"{prefix}/{self.rank}/by", mine) != mine:
+            self.id = ""  # the group of the one that came first goes on
             raise TableMismatch(f"two processes say that they are {me}: give each its own rank")
         client.put(f"{prefix}/{self.rank}", msgspec.msgpack.encode(Hello(me, digest)))
         absent = dict(enumerate(opening.members))
