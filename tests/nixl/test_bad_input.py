@@ -63,13 +63,13 @@ def test_options_that_differ_are_refused_by_name(make_fleet: MakeFleet) -> None:
 
 
 def test_ranks_that_stage_differently_are_refused(tmp_path: Path) -> None:
-    """One stages blocks of columns, the other serves its rows where they lie."""
+    """One stages blocks of columns, the other rows."""
     errors: list[WeightWireError] = []
 
     def send(rank: int) -> None:
         half = weightwire.LocalShard(torch.zeros(256, 1024), (512, 1024), (256 * rank, 0))
         with weightwire.open_sender(
-            {"backend": "nixl", "zero_copy": bool(rank)},
+            {"backend": "nixl", "column_blocks": bool(rank)},
             session=f"file://{tmp_path / 'session'}", source={"w": half}, rank=rank, world_size=2,
         ) as sender:  # fmt: skip
             try:
@@ -116,7 +116,12 @@ def test_a_device_that_isnt_there_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"direction": "sideways"}, {"max_retired_slots": -1}, {"retries": 3}],
+    [
+        {"direction": "sideways"},
+        {"max_retired_slots": -1},
+        {"retries": 3},
+        {"column_blocks": True, "zero_copy": True},
+    ],
 )
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -75,7 +75,7 @@ def test_descriptors_are_as_many_as_were_planned(tmp_path, direction):
 
     values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     url = f"file://{tmp_path / 'session'}"
-    backend = {"backend": "nixl", "direction": direction}
+    backend = {"backend": "nixl", "direction": direction, "column_blocks": True}
     senders = [None, None]
 
     def send(rank: int) -> None:

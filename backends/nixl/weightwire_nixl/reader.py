@@ -1,4 +1,4 @@
-"""An inference rank as a trainer rank sees it, and the slots it may touch."""
+"""An inference rank as a trainer rank sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightwire_nixl.delivery import Writes
 from weightwire_nixl.route import Route
 from weightwire_nixl.wire import ReaderInfo
 
-__all__ = ["Reader", "Slot"]
+__all__ = ["Reader"]
 
 
 class Reader:
@@ -45,18 +45,3 @@ class Reader:
     @property
     def is_gone(self) -> bool:
         return self.said_bye or process.is_gone(self.info.process)
-
-
-class Slot:
-    """One slot of this rank.
-
-    Attributes:
-        group, generation: what it was filled with last.
-        outstanding: by agent, who may still read it, or is still written from it.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.group = -1
-        self.generation = 0
-        self.outstanding: dict[str, Reader] = {}

@@ -33,6 +33,7 @@ from weightwire_nixl.wire import (
     Bye,
     Forgot,
     GaveUp,
+    Message,
     Over,
     ReaderInfo,
     SenderInfo,
@@ -40,6 +41,7 @@ from weightwire_nixl.wire import (
     decode,
     encode,
     read_message,
+    readable,
 )
 
 __all__ = ["NixlReceiver"]
@@ -324,7 +326,7 @@ class NixlReceiver(ReceiverTransport):
         def is_over() -> bool:
             for name, messages in agent.drain().items():
                 for payload in messages:
-                    if name in names and _ends(payload, policy, names[name].who):
+                    if name in names and _ends(readable(payload), policy):
                         for part in hot:
                             if part.owner is names[name]:
                                 part.revoke()
@@ -418,12 +420,11 @@ def _say_bye(agent: Agent, owners: Iterable[Owner], policy: Policy) -> None:
             agent.notify(owner.info.agent, message, owner.who)
 
 
-def _ends(payload: bytes, policy: Policy, who: str) -> bool:
+def _ends(message: Message | None, policy: Policy) -> bool:
     """Whether an owner says that nothing of this version is under way any more."""
-    with contextlib.suppress(TransferError):
-        match read_message(payload, who):
-            case Over() | Bye() as message:
-                return message.policy >= policy
-            case Aborted() as message:
-                return message.policy == policy and not message.in_flight
+    match message:
+        case Over() | Bye():
+            return message.policy >= policy
+        case Aborted():
+            return message.policy == policy and not message.in_flight
     return False

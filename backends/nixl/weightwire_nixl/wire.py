@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ __all__ = [
     "decode",
     "encode",
     "read_message",
+    "readable",
 ]
 
 MAX_SLOTS = 128
@@ -232,6 +234,13 @@ def read_message(payload: bytes, who: str) -> Message:
             f"{who} sent a signal that can't be read ({error}): run one weightwire version on "
             "both sides"
         ) from error
+
+
+def readable(payload: bytes) -> Message | None:
+    """What a notification says; None where it says nothing that this version knows."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        return _messages.decode(payload)
+    return None
 
 
 def decode(payload: bytes, kind: type[T], who: str) -> T:
