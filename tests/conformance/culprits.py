@@ -124,6 +124,18 @@ ALSO: dict[str, str] = {
 ENGINES = {"a-vllm-engine-follows-by-its-traced-loader"}
 """Scenarios that start an engine, which takes a minute: not in the table of all culprits."""
 
+SLOW = {
+    "hangs",
+    "hangs-when-closed",
+    "holds-on-to-the-lost",
+    "ignores-a-lost-receiver",
+    "ignores-a-lost-sender",
+    "keeps-what-it-posted",
+    "over-declares",
+    "remembers-the-first-sender",
+}
+"""Found out only when a call's time is up: nobody waits for them as long as for the others."""
+
 ANY = "drops-a-tensor"
 """Catches what compares bytes at all; the rest of the scenarios do."""
 

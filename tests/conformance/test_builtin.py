@@ -42,10 +42,11 @@ def command(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping, Path]:
-    """One run, with every report; engines have tests of their own."""
+    """One run, with every report; engines have tests of their own.  Other tests run beside it."""
     out = tmp_path_factory.mktemp("reports")
     ran = command(
-        *(BIN / "weightwire", "conformance", "memory", "--quick", "--json", "-k", "not vllm"),
+        *(BIN / "weightwire", "conformance", "memory", "--quick", "-k", "not vllm"),
+        *("--jobs", 2, "--json"),
         *(
             "--html",
             out / "page.html",

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from process_rig import Fleet, Side, WorkerDied, in_time, until
+from process_rig import Fleet, Side, WorkerDied, exchange, in_time, until
 
 MakeFleet = Callable[..., Fleet]
 
 RECEIVER_POINTS = ["target.plan", "target.begin", "target.write", "target.commit"]
 SHORT_LEASE = 1.0
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def assert_honest(replica: Side, *versions: int) -> None:

@@ -525,6 +525,16 @@ class Fleet:
         assert not problems, "\n".join(problems)
 
 
+def exchange(sender: Side, version: int, *replicas: Side) -> None:
+    """A version that every replica must then hold, byte for byte."""
+    receiving = [replica.start("receive", minimum=version) for replica in replicas]
+    sending = sender.start("send", version=version, wait="applied")
+    for calls in receiving:
+        assert calls.results()[0]["version"] == version
+    sending.results()
+    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
+
+
 def in_time(error: RemoteError, deadline: float) -> bool:
     """Whether a call ended within 10% and half a second of its deadline."""
     return error.seconds <= deadline * 1.1 + SLACK

@@ -50,6 +50,7 @@ from weightwire.plugins import registry
 from weightwire.sources import WeightSource, as_source
 from weightwire.table import Region, TensorTable
 from weightwire.targets import MappingTarget, ModuleTarget, WeightTarget
+from weightwire_nccl.epoch import Epoch
 
 PR_SET_PDEATHSIG = 1
 
@@ -223,6 +224,9 @@ class SteppedReceiver(ReceiverTransport):
     def __init__(self, inner: ReceiverTransport) -> None:
         self._inner = inner
 
+    def check(self, offer: Offer) -> None:
+        self._inner.check(offer)
+
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._inner.set_plan(table, regions)
 
@@ -355,6 +359,17 @@ class Observer:
     @weightwire.hookimpl
     def weightwire_aborted(self, record: weightwire.VersionRecord) -> None:
         self._note("aborted", record)
+
+
+def step_forming() -> None:
+    """``nccl.form``: a member has come to the roll call, and isn't connected yet."""
+    form = Epoch._form
+
+    def stepped(self: Epoch, opening: Any) -> None:
+        reach("nccl.form")
+        form(self, opening)
+
+    Epoch._form = stepped  # type: ignore[method-assign]
 
 
 def install_plugins() -> None:
@@ -941,6 +956,7 @@ def become_worker(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, _interrupt)
     torch.set_num_threads(1)
     install_plugins()
+    step_forming()
     point_at_transfers()
     report_waits()
     serve()

@@ -73,3 +73,45 @@ def test_a_loader_that_looks_at_values_is_named():
     with pytest.raises(TraceError, match=r"looks .*reads values") as caught:
         trace(loading(looks), {"model.w": rand(4)}, {"model.w": rand(4)})
     assert str(caught.value).startswith("parameter 'model.w': tensor 'model.w'")
+
+
+def test_the_models_own_mapper_decides_names():
+    """Multimodal wrappers: prefixes that a checkpoint has and the model lacks, and the reverse."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+
+    mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "model.language_model.": "language_model.model.",
+            "model.visual.": "visual.",
+            "lm_head.": "language_model.lm_head.",
+            "mtp.": None,
+        }
+    )
+
+    def load(p, weights):
+        model = torch.nn.Module()
+        for key, tensor in p.items():
+            *path, leaf = key.split(".")
+            holder = model
+            for name in path:
+                if name not in holder._modules:
+                    holder.add_module(name, torch.nn.Module())
+                holder = holder._modules[name]
+            holder.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+        AutoWeightsLoader(model).load_weights(weights, mapper=mapper)
+
+    destinations = {
+        "visual.proj.weight": rand(3, 4),
+        "language_model.model.embed.weight": rand(5, 4),
+        "language_model.lm_head.weight": rand(5, 4),
+    }
+    weights = {
+        "model.visual.proj.weight": rand(3, 4),
+        "model.language_model.embed.weight": rand(5, 4),
+        "lm_head.weight": rand(5, 4),
+        "mtp.weight": rand(2),
+    }
+    tape, program = same(load, destinations, weights)
+    assert tape.writers["language_model.lm_head.weight"] == {"lm_head.weight"}
+    assert not tape.used["mtp.weight"]
+    assert len(program.regions) == 3

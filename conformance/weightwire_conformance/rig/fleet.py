@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightwire_conformance.rig.placements import MEETING_SECONDS
+from weightwire_conformance.rig.placements import MEETING_SECONDS, PRELOAD
 from weightwire_conformance.rig.pool import Pool
 from weightwire_conformance.rig.worker import Call, Calls, RemoteError, Worker, gather, until
 
@@ -220,6 +220,7 @@ class Fleet:
         if placement is not None:
             meeting = self.directory / f"trainer-{len(self._sides)}"
             options = {**options, "placement": placement, "rendezvous": str(meeting)}
+            self.pool.preload(*PRELOAD)  # at the latest: see ``Case.imports``
             # What torch keeps of a process group isn't for the next scenario.
             workers = [self.worker(fresh=True) for _ in range(ranks)]
             for worker in workers:  # they meet before they open

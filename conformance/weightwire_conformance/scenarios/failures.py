@@ -21,13 +21,16 @@ def told(error: RemoteError) -> None:
     assert "TransferTimeout" not in error.kinds, f"found out by its deadline only: {error}"
 
 
-def settles(fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version: int) -> None:
-    """A replica whose sender is gone ends whole, and takes ``version`` from the next one.
+def settles(
+    fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version: int, *others: Side
+) -> None:
+    """A replica whose version was aborted ends whole, and takes ``version``, as others do.
 
-    Its call may end in an error, with the version that was under way, or with
-    the next sender's.
+    Its call may end in an error, with the version that was under way, or, where it never
+    saw that, with the next one.
     """
     sending = sender.start("send", version=version, wait="applied")
+    theirs = [other.start("receive", minimum=version) for other in others]
     error = receiving.outcome()
     if error is not None:
         told(error)
@@ -35,7 +38,10 @@ def settles(fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version
     if replica.version != version:
         replica.receive(minimum=version)
     sending.results()
-    replica.must_hold(version)
+    for calls in theirs:
+        calls.results()
+    for side in (replica, *others):
+        side.must_hold(version)
 
 
 @scenario(
@@ -96,11 +102,7 @@ def one_receivers_failure_doesnt_harm_the_others(fleet: Fleet) -> None:
     receiving = good.start("receive")
     bad.start("receive").error()
     told(sending.error())
-    error = receiving.outcome()
-    if error is not None:
-        told(error)
-    good.must_be_whole()
-    fleet.exchange(sender, 2, good, bad)
+    settles(fleet, good, receiving, sender, 2, bad)
 
 
 @scenario(

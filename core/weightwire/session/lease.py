@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weightwire.errors import PeerLost
 from weightwire.session import keys, process
 from weightwire.session.records import Closed, Lease, MemberRecord
 from weightwire.session.session import Session
 
-__all__ = ["LeaseKeeper", "LeaseObserver", "Member"]
+__all__ = ["Leader", "LeaseKeeper", "LeaseObserver", "Member"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -22,6 +23,10 @@ _LOOK_PAUSE = 0.25
 """Seconds between two looks around, or a quarter of a lease that is shorter than that."""
 _LOOK_REST = 10.0
 """A slow session is looked at less often: this many times the last look's own time apart."""
+
+
+_LAST_WORDS = 1.0
+"""Seconds for reading what a rank 0 that has gone has said last."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,34 @@ class LeaseObserver:
         Until then a member that it takes for alive may have died before anybody looked.
         """
         return (member.kind, member.incarnation) in self._confirmed
+
+
+class Leader:
+    """Rank 0 of a side, as its other ranks see it: it alone holds the side's lease."""
+
+    def __init__(self, observer: LeaseObserver, member: Member) -> None:
+        self._observer = observer
+        self._member = member
+        self._missing_since: float | None = None
+
+    def failure(self) -> PeerLost | None:
+        """Why it answers no more, or None.
+
+        One that failed says why before it leaves: whoever waits for it reads that first.
+        """
+        if self._observer.is_alive(self._member):
+            self._missing_since = None
+            return None
+        now = time.monotonic()
+        if self._missing_since is None:
+            self._missing_since = now
+        if now - self._missing_since < _LAST_WORDS:
+            return None
+        record = self._member.record
+        return PeerLost(
+            f"{record.member_id} rank 0 (process {record.pid} on {record.host}) is gone, or "
+            "stands still: restart all ranks"
+        )
 
 
 class LeaseKeeper:
