@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -71,6 +72,19 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert not alive(int(first))
     assert not alive(int(worker))
     assert not Path(directory).exists()
+
+
+def test_a_run_in_the_background_interrupts_its_workers(lab) -> None:
+    """Shells let what runs there ignore Ctrl-C, and processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pool = Pool()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    case = lab.cases["an-interrupted-receiver-tells-its-sender"]
+    result = Bench(pool).run(case, prepare(pool, "memory", {}))
+    pool.close()
+    assert result.outcome is Outcome.PASSED, result
 
 
 def test_a_warm_process_serves_the_next_scenario() -> None:

@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -96,6 +97,7 @@ def _become_worker(connection: socket.socket, log: str) -> None:
     connection.close()
     os.close(errors)
     sys.stdin = open(0)  # noqa: SIM115 - for the life of the process
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     posix.dump_stacks_when_asked()
     torch.set_num_threads(1)
     _serve(output)
