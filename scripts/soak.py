@@ -40,7 +40,7 @@ def main() -> int:
             *(sys.executable, "-m", "pytest", "--timeout", "3600"),
             *(() if arguments.all else ("-m", "soak")),
             *(("-k", arguments.k) if arguments.k else ()),
-            *("-o", "junit_family=xunit2", f"--junitxml={report}"),
+            *("-o", "junit_family=xunit1", f"--junitxml={report}"),
             *(f"--deselect={test}" for path in arguments.done for test in _passed(path)),
             *arguments.tests,
         ]
