@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import traceback
@@ -53,7 +54,7 @@ def prepare(pool: Pool, name: str, options: Mapping[str, Any]) -> Prepared:
 
 
 class Bench:
-    """Runs cases.
+    """Runs cases, several at once from as many threads.
 
     Args:
         expected: failures that were declared beforehand.
@@ -66,7 +67,11 @@ class Bench:
         self._pool = pool
         self._expected = expected
         self._require = require
-        self._count = 0
+        self._numbers = itertools.count(1)
+
+    def preload(self, cases: Sequence[Case]) -> None:
+        """Import what some of these need, before any of them runs."""
+        self._pool.preload(*(module for case in cases for module in case.imports))
 
     def run(self, case: Case, backend: Prepared) -> Result:
         """One case, from its processes to its outcome."""
@@ -105,19 +110,19 @@ class Bench:
     def _attempt(
         self, case: Case, backend: Prepared, capabilities: Mapping[str, Any]
     ) -> Exception | None:
-        self._count += 1
         seed = int(os.environ.get("WEIGHTWIRE_SEED", "0")) ^ zlib.crc32(case.name.encode())
         fleet = Fleet(
             self._pool,
             backend.name,
             backend.options,
             capabilities,
-            f"scenario-{self._count}",
+            f"scenario-{next(self._numbers)}",
             seed=seed,
         )
         failure: Exception | None = None
         reuse = False
         try:
+            self._pool.preload(*case.imports)
             case.run(fleet)
             reuse = True
         except Exception as error:

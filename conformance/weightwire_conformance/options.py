@@ -60,6 +60,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="how long to wait for any answer of a process (default: 60)",
     )
+    group.addoption(
+        "--weightwire-jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="scenarios at once (default: two a processor, at most 8)",
+    )
     for kind, what in (
         ("json", "results as JSON"),
         ("html", "one self-contained page"),

@@ -11,6 +11,7 @@ import pytest
 
 from weightwire.errors import BackendNotFound, ConfigError, PluginError
 from weightwire.plugins import registry
+from weightwire_conformance.ahead import JOBS, Ahead
 from weightwire_conformance.execute import Bench, Prepared, prepare
 from weightwire_conformance.matrix import Matrix, as_property, from_property
 from weightwire_conformance.outcomes import ExpectedFailure, Outcome, read_expected
@@ -41,7 +42,8 @@ class ConformancePlugin:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._pool: Pool | None = None
-        self._bench: Bench | None = None
+        self._ahead: Ahead | None = None
+        self._planned: dict[str, list[Case]] = {}
         self._prepared: dict[str, Prepared] = {}
         self._matrix = Matrix()
         names = dict.fromkeys(config.getoption("--weightwire-backend"))
@@ -73,11 +75,21 @@ class ConformancePlugin:
             ("backend_name", "case_name"), pairs, ids=[f"{name}-{case}" for name, case in pairs]
         )
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """What is selected runs ahead of being asked for, unless other processes share it."""
+        if hasattr(self._config, "workerinput"):  # pytest-xdist's, with a share of the items
+            return
+        for item in session.items:
+            asked = getattr(getattr(item, "callspec", None), "params", {})
+            if "backend_name" in asked and "case_name" in asked:
+                planned = self._planned.setdefault(asked["backend_name"], [])
+                planned.append(self._cases[asked["case_name"]])
+
     def prove(self, backend: str, case: str, properties: list[tuple[str, object]]) -> None:
         """Run one case; the test that calls this ends as its outcome says."""
         prepared = self._backend(backend)
-        assert self._bench is not None  # noqa: S101 - made with the first backend
-        result = self._bench.run(self._cases[case], prepared)
+        assert self._ahead is not None  # noqa: S101 - made with the first backend
+        result = self._ahead.result(prepared, self._cases[case])
         # Not by record_property, which warns about JUnit dialects.
         properties.extend(as_property(result).items())
         match result.outcome:
@@ -91,20 +103,27 @@ class ConformancePlugin:
     def _backend(self, name: str) -> Prepared:
         if self._pool is None:
             self._pool = Pool(self._config.getoption("--weightwire-patience"))
-            self._bench = Bench(
+            bench = Bench(
                 self._pool,
                 expected=self._expected,
                 require=self._config.getoption("--weightwire-require"),
             )
+            self._ahead = Ahead(bench, self._config.getoption("--weightwire-jobs") or JOBS)
         if name not in self._prepared:
+            assert self._ahead is not None  # noqa: S101 - made just now
             for other in self._prepared:
                 self._pool.end(other)
             self._prepared[name] = prepare(self._pool, name, self._options[name])
+            self._ahead.begin(self._prepared[name], self._planned.get(name, ()))
         return self._prepared[name]
 
     def pytest_sessionfinish(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
         if self._pool is not None:
             self._pool.close()
+        if self._ahead is not None:
+            self._ahead.join()
 
     # -------------------------------------------------------------- reporting
 

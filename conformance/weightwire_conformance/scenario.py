@@ -39,6 +39,8 @@ class Case:
         need: a capability that may be missing; then it must be refused.
         soak: many repetitions; not in ``--quick``.
         large: needs gigabytes; only when asked for.
+        long: begun before the others, which then run beside it.
+        imports: modules that its processes need and that take seconds to import.
         smallest: the case that ``--quick`` takes.
     """
 
@@ -50,6 +52,8 @@ class Case:
     need: Need | None = None
     soak: bool = False
     large: bool = False
+    long: bool = False
+    imports: Sequence[str] = ()
     smallest: bool = True
 
     def run(self, fleet: Fleet) -> None:
@@ -69,6 +73,8 @@ def scenario(
     needs: Mapping[str, Need] | None = None,
     soak: bool = False,
     large: bool = False,
+    long: bool = False,
+    imports: Sequence[str] = (),
 ) -> Callable[[B], B]: ...
 def scenario(
     body: B | None = None,
@@ -78,13 +84,15 @@ def scenario(
     needs: Mapping[str, Need] | None = None,
     soak: bool = False,
     large: bool = False,
+    long: bool = False,
+    imports: Sequence[str] = (),
 ) -> B | Callable[[B], B]:
     """Mark a function as a scenario.
 
     Args:
         cases: arguments by case, smallest first; without, it runs once.
         need: the capability that it needs; ``needs`` gives one by case.
-        soak, large: see ``Case``.
+        soak, large, long, imports: see ``Case``.
     """
 
     def add(body: B) -> B:
@@ -102,6 +110,8 @@ def scenario(
                     need=(needs or {}).get(case, need),
                     soak=soak,
                     large=large,
+                    long=long,
+                    imports=tuple(imports),
                     smallest=number == 0,
                 )
             )

@@ -318,7 +318,7 @@ class SenderTransport(ABC):
 class ReceiverTransport(ABC):
     """One inference rank's end.  Per version core calls, on every rank of a replica:
 
-    1. ``set_plan(table, regions)`` when the table is new, and then ``describe()``.
+    1. ``check(offer)``; ``set_plan(table, regions)`` when the table is new; ``describe()``.
     2. ``begin(offer)`` once the transfer has started.
     3. for each group with regions of this rank: ``slot``, ``post``, ``fetch``.  With
        ``overlap``, ``slot`` and ``post`` of the next group come before ``fetch`` of this one,
@@ -333,6 +333,16 @@ class ReceiverTransport(ABC):
 
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""
+
+    def check(self, offer: Offer) -> None:
+        """Refuse an offer that this transport can't take: the sender's options are others.
+
+        Called for every offer before the replica says that it is ready: what it raises
+        declines the offer, so that nothing has started and both sides get the error.
+
+        Args:
+            offer: its ``senders`` hold what the senders' ``describe`` returned.
+        """
 
     @abstractmethod
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:

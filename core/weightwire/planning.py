@@ -20,7 +20,7 @@ import torch
 
 from weightwire.errors import BackendUnavailable
 from weightwire.grouping import DEFAULT_GROUP_BYTES, layer_key
-from weightwire.routes import Routes, Served, route
+from weightwire.routes import Routes, Served, joined, route
 from weightwire.sources import Spec
 from weightwire.table import Region, Shard, TensorEntry, TensorTable, dtype_name
 from weightwire.tables import build_table
@@ -69,7 +69,7 @@ class GroupPlan:
         group: index into the table's groups.
         name: what travels in it: a layer, or its first tensor.
         nbytes: that the rank reads.
-        descriptors: contiguous runs, merged.
+        descriptors: contiguous runs, merged, as a one-sided backend prepares them.
         replayed: operations that bring them into place.
         owners: bytes by the trainer rank that serves them.
     """
@@ -200,7 +200,8 @@ def rank_plan(
     """
     table = served.table
     routes = route(served, regions)
-    counts = np.bincount(routes.group, minlength=len(table.groups))
+    descriptors = joined(routes, served, regions)
+    counts = np.bincount(descriptors.group, minlength=len(table.groups))
     nbytes, owners = _bytes_by_owner(routes, len(table.groups), table.world_size)
     groups = []
     for group in np.flatnonzero(counts).tolist():
@@ -248,7 +249,9 @@ def trainer_table(
     group_bytes: int,
     is_expert: Callable[[str], bool],
 ) -> TensorTable:
-    """The table that a trainer of this topology would publish.
+    """The table that a trainer of this topology would publish to readers of ranges.
+
+    Large matrices lie in blocks of columns, as one-sided backends stage them.
 
     Args:
         tensors: global shape and wire dtype, by name, without aliases.
@@ -263,7 +266,7 @@ def trainer_table(
             offsets, sizes = _box(shape, rank, trainer, is_expert(name))
             entries.append(TensorEntry(name, shape, dtype_name(dtype), (Shard(0, offsets, sizes),)))
         specs.append(Spec(tuple(entries), dict(ties)))
-    return build_table(specs * trainer.replicas, group_bytes, views=views)
+    return build_table(specs * trainer.replicas, group_bytes, blocks=True, views=views)
 
 
 def _box(

@@ -14,7 +14,6 @@ from weightwire.contract import Context, Offer, ReceiverTransport
 from weightwire.deadline import Deadline, calling
 from weightwire.errors import (
     AuthenticationError,
-    ConfigError,
     HandleError,
     PeerLost,
     SessionError,
@@ -32,7 +31,7 @@ from weightwire.replica import Attempt, Replica
 from weightwire.report import Report, VersionRecord
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.lease import LeaseObserver
+from weightwire.session.lease import Leader, LeaseObserver
 from weightwire.session.records import ErrorInfo
 from weightwire.session.session import Session
 from weightwire.targets import WeightTarget, as_target
@@ -77,6 +76,7 @@ class WeightReceiver(Handle):
 
     def _open(self, deadline: Deadline) -> None:
         self._joined = False
+        self._leader: Leader | None = None
         self._gone: SessionError | None = None
         self._session = Session.open(self._url, deadline=deadline, token=self._options.token)
         with contextlib.ExitStack() as undo:
@@ -96,6 +96,7 @@ class WeightReceiver(Handle):
             )
             undo.callback(self._say_goodbye)
             undo.callback(self._keeper.stop)
+            self._leader = Leader(self._observer, self._member) if self._rank else None
             self._agreement = Agreement(self._session, self._member, self._rank)
             capabilities = self._backend.capabilities
             self._transport = self._open_transport()
@@ -192,7 +193,7 @@ class WeightReceiver(Handle):
         False while a newer attempt of it is on offer, and for a version of an
         earlier sender that the running one didn't take up.
         """
-        _check_minimum(version)
+        keys.validate_version(version)
         self._check_usable()
         return self._version is not None and self._machine.holds(version)
 
@@ -224,13 +225,13 @@ class WeightReceiver(Handle):
             VerificationError: bytes arrived that aren't sent; see ``tainted``.
             HandleError: this receiver is closed, forked or busy.
         """
-        _check_minimum(minimum)
+        keys.validate_version(minimum)
         with self._call(timeout):
             return self._receive(minimum)
 
     async def areceive(self, timeout: float | None = None, *, minimum: int = 0) -> Report:
         """``receive`` for asyncio: the event loop goes on; cancelling aborts the version."""
-        _check_minimum(minimum)
+        keys.validate_version(minimum)
         return await self._in_thread(lambda: self._receive(minimum), timeout)
 
     def _receive(self, minimum: int) -> Report:
@@ -244,7 +245,7 @@ class WeightReceiver(Handle):
         The target still holds its old version; the engine pauses after this.
         The timeout covers ``fetch`` and ``commit`` too.
         """
-        _check_minimum(minimum)
+        keys.validate_version(minimum)
         with self._call(timeout):
             return self._begin(minimum)
 
@@ -321,6 +322,7 @@ class WeightReceiver(Handle):
             self._report_failure(attempt, error)
             raise
         assert attempt.offer is not None  # noqa: S101 - both branches set it
+        attempt.started = True
         return attempt.offer
 
     def _fetch(self) -> None:
@@ -405,19 +407,23 @@ class WeightReceiver(Handle):
             registry().notify(hook, record)
 
     def _look_around(self) -> None:
-        """On the lease's thread: end a running transfer whose sender is gone."""
+        """On a thread of its own: end a running transfer whose sender is gone."""
         call = self._watch.call
         attempt = self._attempt
         if attempt is None and not self._busy.locked():
             return  # no call runs, or the receiver isn't wholly open yet
         moves_now = self._backend.capabilities.flow != "store"
-        offer = attempt.offer if attempt is not None and moves_now else None
+        # Before the start rank 0 looks for a newer offer rather than fail with the old one.
+        has_started = attempt is not None and attempt.started
+        offer = attempt.offer if attempt is not None and has_started and moves_now else None
         try:
             if not self._session.store.outlives_members and self._session.is_replaced():
                 self._gone = SessionError(
                     f"session {self._session.url} was made anew: receive its version"
                 )
                 self._watch.fail(self._gone, call)
+            elif self._leader is not None and (missing := self._leader.failure()):
+                self._watch.fail(missing, call)
             elif offer is not None:
                 failure = self._machine.sender_failure(offer)
                 if failure is not None:
@@ -452,11 +458,6 @@ class WeightReceiver(Handle):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _check_minimum(version: int) -> None:
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
-        raise ConfigError(f"version {version!r} isn't a whole number from 0 to 10**12 - 1")
 
 
 def open_receiver(

@@ -39,6 +39,7 @@ class Attempt:
         self.offer: Offer | None = None
         self.run: Run[Policy] | None = None
         self.told = False
+        self.started = False
         self.dirty = False
         self.fetched = False
         self.committed = False
@@ -126,6 +127,7 @@ class Replica:
             return (yield from self._agreement.agree("prepared", described, error))
 
     def _prepare(self, offer: Offer) -> None:
+        self._transport.check(offer)
         if offer.table_digest == self._table_digest and self._plan is not None:
             self._check_senders(offer, self._plan.table)
             return

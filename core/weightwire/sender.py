@@ -27,9 +27,9 @@ from weightwire.options import SenderOptions, make_options
 from weightwire.placements import LocalShard
 from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord
-from weightwire.session import membership
+from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.lease import LeaseObserver
+from weightwire.session.lease import Leader, LeaseObserver
 from weightwire.session.session import Session
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
 from weightwire.trainer_rank import Start, TrainerRank
@@ -91,6 +91,7 @@ class WeightSender(Handle):
             )
             undo.callback(self._leave_session)
             undo.callback(self._keeper.stop)
+            self._leader = Leader(self._observer, self._member) if self._rank else None
             self._agreement = Agreement(self._session, self._member, self._rank)
             self._transport = self._open_transport()
             undo.callback(self._transport.close)
@@ -178,7 +179,7 @@ class WeightSender(Handle):
             SessionError: the session is gone, or another sender took it over.
             HandleError: this sender is closed, forked or busy.
         """
-        self._check_version(version)
+        keys.validate_version(version)
         wait = self._check_wait(wait)
         with self._call(timeout):
             return self._send(version, wait)
@@ -187,7 +188,7 @@ class WeightSender(Handle):
         self, version: int, *, wait: Wait | None = None, timeout: float | None = None
     ) -> Report:
         """``send`` for asyncio: the event loop goes on; cancelling aborts the version."""
-        self._check_version(version)
+        keys.validate_version(version)
         wait = self._check_wait(wait)
         return await self._in_thread(lambda: self._send(version, wait), timeout)
 
@@ -316,11 +317,13 @@ class WeightSender(Handle):
     # ---------------------------------------------------------------------- watching
 
     def _look_around(self) -> None:
-        """On the lease's thread: end a running call when another sender has taken over, and a
+        """On a thread of its own: end a running call when another sender has taken over, and a
         running transfer when its peers are gone."""
         if not self._busy.locked():
             return  # no call runs, or the sender isn't wholly open yet
         call = self._watch.call
+        if self._leader is not None and (missing := self._leader.failure()):
+            self._watch.fail(missing, call)
         superseded = self._machine.supersession()
         if superseded is not None:
             self._watch.fail(superseded, call)
@@ -362,12 +365,6 @@ class WeightSender(Handle):
         if self._rank == 0:
             record = VersionRecord(self._session.url, "sender", "sender", version, report, error)
             registry().notify(hook, record)
-
-    def _check_version(self, version: int) -> None:
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
-            raise ConfigError(
-                f"version {version!r} isn't a whole number from 0 to 10**12 - 1: pass an int"
-            )
 
     def _check_wait(self, wait: Wait | None) -> Wait:
         wait = self._backend.capabilities.default_wait if wait is None else wait

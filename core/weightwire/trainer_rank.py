@@ -41,6 +41,14 @@ class _Arrival(msgspec.Struct, frozen=True):
     agreed: tuple[str, ...]
 
 
+class _Made(msgspec.Struct, frozen=True):
+    """What a rank came to when it made the table."""
+
+    table: str
+    verify: str
+    transport: bytes
+
+
 class Start(msgspec.Struct, frozen=True):
     """What rank 0 tells the others when the transfer starts."""
 
@@ -148,7 +156,7 @@ class TrainerRank:
         """Make the table of all ranks' specs."""
         self._digests = ()  # until every rank has it
         error: BaseException | None = None
-        described = b""
+        made = b""
         try:
             assert self._spec is not None  # noqa: S101 - _publish_spec() set it
             others = {*digests} - {self._spec_digest}
@@ -156,9 +164,13 @@ class TrainerRank:
             specs[self._spec_digest] = self._spec
             self._use_table([specs[digest] for digest in digests])
             described = checked_description(self._transport.describe())
+            made = msgspec.msgpack.encode(_Made(self.table_digest, self._options.verify, described))
         except BaseException as caught:
             error = caught
-        self.transports = drive(self._agreement.agree("table", described, error), self._watch)
+        payloads = drive(self._agreement.agree("table", made, error), self._watch)
+        found = [msgspec.msgpack.decode(payload, type=_Made) for payload in payloads]
+        _refuse_other_options(found)
+        self.transports = tuple(other.transport for other in found)
         self._digests = digests
 
     def _read(self, digest: str, kind: type[T]) -> T:
@@ -297,4 +309,19 @@ def _refuse_unlike(arrivals: Sequence[_Arrival]) -> None:
             raise ConfigError(
                 f"trainer rank {rank} sends version {other.version} (wait={other.wait!r}), rank 0 "
                 f"{first.version} (wait={first.wait!r}): call send alike on all ranks"
+            )
+
+
+def _refuse_other_options(made: Sequence[_Made]) -> None:
+    """Ranks that lay slots out differently would be read as if they agreed."""
+    for rank, other in enumerate(made):
+        if other.table != made[0].table:
+            raise ConfigError(
+                f"trainer rank {rank} makes another table than rank 0 of the same tensors: give "
+                "all ranks the same group_bytes and options of the backend"
+            )
+        if other.verify != made[0].verify:
+            raise ConfigError(
+                f"trainer rank {rank} has verify={other.verify!r}, rank 0 {made[0].verify!r}: "
+                "give all ranks the same"
             )

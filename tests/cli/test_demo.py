@@ -19,10 +19,11 @@ def demo(*arguments: str) -> tuple[int, dict]:
     return result.returncode, json.loads(result.stdout)
 
 
-def test_three_steps_reach_vllm_and_equal_a_fresh_engine():
-    code, outcome = demo("--steps", "3")
+@pytest.mark.parametrize("backend", ["filesystem", "nixl"])
+def test_three_steps_reach_vllm_and_equal_a_fresh_engine(backend):
+    code, outcome = demo("--steps", "3", "--backend", backend)
     assert code == 0
-    assert outcome["backend"] == "filesystem"
+    assert outcome["backend"] == backend
     assert outcome["model"] == "qwen3"
     assert [step["version"] for step in outcome["steps"]] == [1, 2, 3]
     for step in outcome["steps"]:

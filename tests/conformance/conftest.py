@@ -16,6 +16,9 @@ from weightwire_conformance.outcomes import Result  # noqa: E402
 from weightwire_conformance.rig import Pool  # noqa: E402
 from weightwire_conformance.scenario import Case, cases  # noqa: E402
 
+PATIENCE = 16.0
+SHORT_PATIENCE = 5.0
+
 
 class Lab:
     """Runs single cases over single backends, broken ones included."""
@@ -32,6 +35,7 @@ class Lab:
 
     def run(self, scenario: str | Case, backend: str, **bench) -> Result:
         case = scenario if isinstance(scenario, Case) else self.cases[scenario]
+        self.pool.patience = SHORT_PATIENCE if backend in culprits.SLOW else PATIENCE
         result = Bench(self.pool, **bench).run(case, self.prepare(backend))
         self.pool.end(backend)
         return result
@@ -44,6 +48,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def lab(site: str) -> Iterator[Lab]:
-    pool = Pool(patience=5.0, environment={"PYTHONPATH": site})
+    pool = Pool(PATIENCE, environment={"PYTHONPATH": site})
     yield Lab(pool)
     pool.close()

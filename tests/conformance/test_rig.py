@@ -35,7 +35,7 @@ def raises(fleet) -> None:
 
 @pytest.mark.parametrize("backend", ["memory", "filesystem"])
 def test_nothing_is_left_of_a_scenario_that_fails(backend: str) -> None:
-    pool = Pool(patience=10)
+    pool = Pool()
     pids: list[int] = []
 
     def body(fleet) -> None:
@@ -74,7 +74,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def test_a_warm_process_serves_the_next_scenario() -> None:
-    pool = Pool(patience=20)
+    pool = Pool()
     backend = prepare(pool, "memory", {})
     pids: list[set[int]] = []
 

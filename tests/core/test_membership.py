@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -231,11 +232,24 @@ def test_the_keeper_renews_runs_its_watch_and_ends_with_its_thread(session):
     member, seen = remote(session, ttl=0.2), []
     keeper = LeaseKeeper(session, member, lambda: seen.append(True))
     keeper.start()
-    watch(10).until(lambda: len(seen) > 2, "renewals")
+    watch(10).until(lambda: len(seen) > 2, "looks")
+    watch(10).until(lambda: session.read(member.key("lease"), Lease).counter > 2, "renewals")
     keeper.stop()
     keeper.stop()
-    assert session.read(member.key("lease"), Lease).counter >= 3
-    assert not keeper._thread.is_alive()
+    renewed, looks = session.read(member.key("lease"), Lease).counter, len(seen)
+    time.sleep(0.3)
+    assert (session.read(member.key("lease"), Lease).counter, len(seen)) == (renewed, looks)
+
+
+def test_a_look_around_that_hangs_does_not_end_the_lease(session):
+    member, hangs = remote(session, ttl=0.2), threading.Event()
+    keeper = LeaseKeeper(session, member, lambda: hangs.wait(10) and None)
+    keeper.start()
+    try:
+        watch(10).until(lambda: session.read(member.key("lease"), Lease).counter > 5, "renewals")
+    finally:
+        hangs.set()
+        keeper.stop()
 
 
 def test_a_store_that_is_away_for_a_moment_does_not_end_the_lease(session, monkeypatch, caplog):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from weightwire.cuts import Cuts
 from weightwire.grouping import make_groups
-from weightwire.layout import lay_out, slot_layout
-from weightwire.routes import Served, route
+from weightwire.layout import ALIGNMENT, lay_out, slot_layout
+from weightwire.routes import Routes, Served, joined, route
 from weightwire.table import Region, Shard, TensorEntry, TensorTable
 
 
@@ -51,11 +51,22 @@ def worlds(draw):
 @given(worlds())
 def test_followed_descriptors_bring_every_region(world):
     table, regions = world
+    served = Served(table)
+    routes = route(served, regions)
+    moved = follow(table, regions, routes)
+    assert moved == sum(int(np.prod(region.sizes)) * 4 for region in regions)
+    fewer = joined(routes, served, regions)
+    padding = follow(table, regions, fewer) - moved
+    assert len(fewer) <= len(routes)
+    assert 0 <= padding <= (len(routes) - len(fewer)) * (ALIGNMENT - 1)
+
+
+def follow(table: TensorTable, regions: list[Region], routes: Routes) -> int:
+    """Bytes that were moved, after which every region holds what it should."""
     values = {
         i: torch.arange(entry.numel, dtype=torch.int32).reshape(entry.shape) + 1000 * (i + 1)
         for i, entry in enumerate(table.tensors)
     }
-    routes = route(Served(table), regions)
     cuts = Cuts(table)
     order = sorted(
         zip(routes.group, routes.owner, routes.source, routes.target, routes.nbytes, strict=True)
@@ -82,12 +93,13 @@ def test_followed_descriptors_bring_every_region(world):
                 place.view(slot).copy_(values[i][box])
             for g, o, source, target, length in order:
                 if (g, o) == (group, owner):
+                    assert source + length <= layout.nbytes
                     landing[target : target + length] = slot[source : source + length]
                     moved += int(length)
         for region, place in zip(mine, places, strict=True):
             box = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
             assert torch.equal(place.view(landing), values[region.tensor][box])
-    assert moved == sum(int(np.prod(region.sizes)) * 4 for region in regions)
+    return moved
 
 
 def test_neighbours_are_one_descriptor():
@@ -100,3 +112,17 @@ def test_neighbours_are_one_descriptor():
     assert len(route(Served(table), split)) == 16
     other = msgspec.structs.replace(table, tensors=table.tensors)
     assert len(route(Served(other), [])) == 0
+
+
+def test_padding_that_both_slots_have_is_read_along():
+    whole = Shard(0, (0,), (3,))
+    entries = tuple(TensorEntry(f"t{i}", (3,), "int32", (whole,)) for i in range(3))
+    table = TensorTable(1, entries, make_groups(entries, 1 << 20))
+    served = Served(table)
+    regions = [Region.whole(i, entry) for i, entry in enumerate(entries)]
+    routes = route(served, regions)
+    assert routes.nbytes.tolist() == [12, 12, 12]
+    assert joined(routes, served, regions).nbytes.tolist() == [2 * ALIGNMENT + 12]
+    without = [regions[0], regions[2]]  # what lies between is somebody's
+    routes = route(served, without)
+    assert joined(routes, served, without).nbytes.tolist() == [12, 12]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_rig import Fleet, RemoteError, Side, free_port, in_time
+from process_rig import Fleet, RemoteError, exchange, free_port, in_time
 
 MakeFleet = Callable[..., Fleet]
 ROLES = ["sender", "receiver"]
@@ -20,15 +20,6 @@ def opening_error(fleet: Fleet, role: str, **options: Any) -> RemoteError:
     error = side.start_opening()[0].error()
     assert "WeightWireError" in error.kinds, error
     return error
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 # ---------------------------------------------------------------------- backends and options

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from process_rig import Calls, Fleet, RemoteError, Side
+from process_rig import Calls, Fleet, RemoteError, Side, exchange
 
 MakeFleet = Callable[..., Fleet]
 
@@ -16,15 +16,6 @@ pytestmark = pytest.mark.soak
 
 REPETITIONS = 20
 LEASE = 1.0
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def assert_honest(replica: Side, *versions: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from process_rig import Calls, Fleet, Side, Worker, until
+from process_rig import Calls, Fleet, Side, Worker, exchange, until
 
 MakeFleet = Callable[..., Fleet]
 
@@ -19,15 +19,6 @@ RECEIVER_PHASES = {
     "filesystem": ["offer", "target.plan", "target.begin", "target.write", "target.commit",
                    "receiver.fetch"],
 }  # fmt: skip
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def until_phase(worker: Worker, phase: str) -> None:

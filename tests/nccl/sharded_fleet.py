@@ -32,6 +32,21 @@ def start(worker: Worker, function: str, **args: Any) -> Call:
     return worker.start("run", script=SCRIPT, function=function, **args)
 
 
+def start_trainer(
+    fleet: Fleet, worker: Worker, rank: int, ranks: int, config: dict[str, Any], **options: Any
+) -> Call:
+    return start(
+        worker,
+        "open_trainer",
+        rank=rank,
+        world=ranks,
+        session=fleet.url,
+        seed=fleet.seed,
+        backend=fleet.choice(**config),
+        **options,
+    )
+
+
 def trainer(
     fleet: Fleet,
     ranks: int,
@@ -43,16 +58,7 @@ def trainer(
     side = Ranks(fleet, workers or [fleet.worker() for _ in range(ranks)])
     fleet._senders.extend(side.workers)
     calls = [
-        start(
-            worker,
-            "open_trainer",
-            rank=rank,
-            world=ranks,
-            session=fleet.url,
-            seed=fleet.seed,
-            backend=fleet.choice(**(config or {})),
-            **options,
-        )
+        start_trainer(fleet, worker, rank, ranks, config or {}, **options)
         for rank, worker in enumerate(side.workers)
     ]
     for call in calls:

@@ -15,6 +15,7 @@ DEADLINE = 4.0
 
 PHASES = {
     "offer": {"sender": ("source.tensors", 0), "receiver": ("target.plan", 0)},
+    "forming": {"sender": ("nccl.form", 0), "receiver": ("nccl.form", 0)},
     "ready": {"sender": ("sender.begin", 0), "receiver": ("receiver.begin", 0)},
     "transfer": {"sender": ("sender.put", 1), "receiver": ("receiver.fetch", 1)},
     "applied": {"sender": ("sender.finish", 0), "receiver": ("target.commit", 0)},
@@ -56,7 +57,8 @@ def lose(make_fleet: MakeFleet, fate: str, role: str, rank: int, phase: str) -> 
     options = {"lease_ttl": SHORT_LEASE, "timeout": DEADLINE}
     sender = fleet.sender(ranks=2, min_receivers=2, **options)
     pair, other = fleet.receiver("pair", ranks=2, **options), fleet.receiver("other", **options)
-    exchange(sender, 1, pair, other)
+    if phase != "forming":  # which the first version does
+        exchange(sender, 1, pair, other)
     side = sender if role == "sender" else pair
     point, after = PHASES[phase][role]
     victim = side.workers[rank]
@@ -98,6 +100,14 @@ def test_a_killed_process_is_named(make_fleet: MakeFleet, role: str, rank: int, 
 @pytest.mark.parametrize(("role", "rank"), [("sender", 1), ("receiver", 1)])
 def test_a_stopped_process_is_named(make_fleet: MakeFleet, role: str, rank: int) -> None:
     lose(make_fleet, "stopped", role, rank, "transfer")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_stands_still_while_the_group_is_formed_is_named(
+    make_fleet: MakeFleet, rank: int
+) -> None:
+    """It has come to the roll call; the others are connecting to it when it stops."""
+    lose(make_fleet, "stopped", "receiver", rank, "forming")
 
 
 @pytest.mark.soak

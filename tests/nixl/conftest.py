@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from nixl_rig import WAYS, NixlFleet, Way, open_pool
+from nixl_transports import Transports
 from process_rig import Pool
 
 MakeFleet = Callable[..., NixlFleet]
@@ -53,3 +54,10 @@ def make_fleet(pools: Callable[[str | None], Pool], tmp_path: Path) -> Iterator[
         except AssertionError as error:
             problems.append(str(error))
     assert not problems, "\n".join(problems)
+
+
+@pytest.fixture
+def transports() -> Iterator[Transports]:
+    opened = Transports()
+    yield opened
+    opened.close()

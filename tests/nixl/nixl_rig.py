@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from process_rig import Fleet, Pool, Side, Worker
+from process_rig import Fleet, Pool, Worker, exchange
 
 __all__ = ["WAYS", "NixlFleet", "Way", "exchange", "open_pool", "ucx_took"]
 
@@ -87,13 +87,3 @@ class NixlFleet(Fleet):
 
     def choice(self, **options: Any) -> dict[str, Any]:
         return {"backend": self.backend, **self.way.options, **options}
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    """A version that every replica must then hold, byte for byte."""
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)

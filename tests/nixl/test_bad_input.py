@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from nixl_rig import WAYS, NixlFleet, exchange
 
-from weightwire.errors import BackendUnavailable, ConfigError, TransferError
+import weightwire
+from weightwire.errors import BackendUnavailable, ConfigError, TransferError, WeightWireError
 from weightwire_nixl import agent as agents
-from weightwire_nixl.arena import Slots, device_of
+from weightwire_nixl.arena import Slots, numbered
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import frame, unframe
 
@@ -59,6 +62,30 @@ def test_options_that_differ_are_refused_by_name(make_fleet: MakeFleet) -> None:
     exchange(sender, 2, fleet.receiver("alike", config={"direction": "push"}))
 
 
+def test_ranks_that_stage_differently_are_refused(tmp_path: Path) -> None:
+    """One stages blocks of columns, the other rows."""
+    errors: list[WeightWireError] = []
+
+    def send(rank: int) -> None:
+        half = weightwire.LocalShard(torch.zeros(256, 1024), (512, 1024), (256 * rank, 0))
+        with weightwire.open_sender(
+            {"backend": "nixl", "column_blocks": bool(rank)},
+            session=f"file://{tmp_path / 'session'}", source={"w": half}, rank=rank, world_size=2,
+        ) as sender:  # fmt: skip
+            try:
+                sender.send(1, timeout=30)
+            except WeightWireError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in errors] == [ConfigError, ConfigError]
+    assert all("give all ranks the same group_bytes and options" in str(e) for e in errors)
+
+
 def test_an_arena_larger_than_memory_is_refused() -> None:
     agent = agents.Agent("test")
     try:
@@ -81,14 +108,20 @@ def test_memory_that_cant_be_registered_is_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
 def test_a_device_that_isnt_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sees no CUDA"):
-        device_of("cuda")
-    assert device_of("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:3"):
+        with pytest.raises(ConfigError, match=f"device='{name}': torch sees 0 CUDA devices"):
+            numbered(torch.device(name))
+    assert numbered(torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"direction": "sideways"}, {"device": "tpu"}, {"max_retired_slots": -1}, {"retries": 3}],
+    [
+        {"direction": "sideways"},
+        {"max_retired_slots": -1},
+        {"retries": 3},
+        {"column_blocks": True, "zero_copy": True},
+    ],
 )
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

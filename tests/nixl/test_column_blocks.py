@@ -15,7 +15,7 @@ def test_matrices_in_blocks_of_columns_arrive(tmp_path, direction):
     weight, bias = torch.randn(512, 1024), torch.randn(1024).bfloat16()
     target = {"w": torch.zeros(1024, 512, dtype=torch.bfloat16).t(), "b": torch.zeros_like(bias)}
     url = f"file://{tmp_path / 'session'}"
-    backend = {"backend": "nixl", "direction": direction}
+    backend = {"backend": "nixl", "direction": direction, "column_blocks": True}
     with (
         weightwire.open_sender(
             backend,

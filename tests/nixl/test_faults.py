@@ -24,7 +24,15 @@ RECEIVER_PHASES = [
     "target.commit",
 ]
 SENDER_PHASES = ["sender.begin", "sender.put", "sender.finish"]
-QUICK = ["receiver.fetch", "sender.put"]  # one in the midst, for every way
+PHASES = [*RECEIVER_PHASES, *SENDER_PHASES]
+ONCE = [
+    pytest.param(
+        WAYS[(i + turn) % len(WAYS)], phase, how, id=f"{phase}-{how}-{WAYS[(i + turn) % 4]}"
+    )
+    for i, phase in enumerate(PHASES)
+    for how, turn in (("killed", 0), ("stopped", 3))
+]
+"""Each role in each phase, once over shared memory and once over TCP, by all ways in turns."""
 REPEATS = 20
 
 
@@ -125,15 +133,14 @@ def lose(fleet: NixlFleet, phase: str, how: str, watched: float = 0.5) -> None:
         lose_a_receiver(fleet, phase, how)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize("phase", QUICK)
+@pytest.mark.parametrize(("way", "phase", "how"), ONCE)
 def test_the_survivors_go_on(make_fleet: MakeFleet, way: Way, phase: str, how: str) -> None:
     lose(make_fleet(way), phase, how)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize("phase", [*RECEIVER_PHASES, *SENDER_PHASES])
+@pytest.mark.parametrize("phase", PHASES)
 def test_the_survivors_go_on_each_time(
     make_fleet: MakeFleet, way: Way, phase: str, how: str
 ) -> None:

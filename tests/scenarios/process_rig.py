@@ -229,7 +229,8 @@ class Worker:
             return not self.dead and not self.stopped
         try:
             left = self.start("reset").result(40)
-        except (AssertionError, RemoteError):
+        except (AssertionError, RemoteError) as error:
+            print(f"process {self.pid} wasn't fit for another test: {error}")
             return False
         assert not left["threads"], f"threads are left: {left['threads']}"
         self.events.clear()
@@ -522,6 +523,16 @@ class Fleet:
         for worker in clean:
             self._pool.give_back(worker)
         assert not problems, "\n".join(problems)
+
+
+def exchange(sender: Side, version: int, *replicas: Side) -> None:
+    """A version that every replica must then hold, byte for byte."""
+    receiving = [replica.start("receive", minimum=version) for replica in replicas]
+    sending = sender.start("send", version=version, wait="applied")
+    for calls in receiving:
+        assert calls.results()[0]["version"] == version
+    sending.results()
+    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def in_time(error: RemoteError, deadline: float) -> bool:

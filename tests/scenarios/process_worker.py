@@ -50,6 +50,7 @@ from weightwire.plugins import registry
 from weightwire.sources import WeightSource, as_source
 from weightwire.table import Region, TensorTable
 from weightwire.targets import MappingTarget, ModuleTarget, WeightTarget
+from weightwire_nccl.epoch import Epoch
 
 PR_SET_PDEATHSIG = 1
 
@@ -223,6 +224,9 @@ class SteppedReceiver(ReceiverTransport):
     def __init__(self, inner: ReceiverTransport) -> None:
         self._inner = inner
 
+    def check(self, offer: Offer) -> None:
+        self._inner.check(offer)
+
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._inner.set_plan(table, regions)
 
@@ -355,6 +359,17 @@ class Observer:
     @weightwire.hookimpl
     def weightwire_aborted(self, record: weightwire.VersionRecord) -> None:
         self._note("aborted", record)
+
+
+def step_forming() -> None:
+    """``nccl.form``: a member has come to the roll call, and isn't connected yet."""
+    form = Epoch._form
+
+    def stepped(self: Epoch, opening: Any) -> None:
+        reach("nccl.form")
+        form(self, opening)
+
+    Epoch._form = stepped  # type: ignore[method-assign]
 
 
 def install_plugins() -> None:
@@ -694,6 +709,7 @@ def do_nixl(name: str = "main") -> dict[str, Any]:
     transport = _member(name).handle._transport
     transport = getattr(transport, "_inner", transport)
     agent = transport._agent
+    slots = transport._pool.slots if hasattr(transport, "_pool") else transport._slots
     return {
         "prepared": list(transport.counters.prepared()),
         "posts": transport.counters.posts,
@@ -701,7 +717,7 @@ def do_nixl(name: str = "main") -> dict[str, Any]:
         "agent": agent.name if agent is not None else None,
         "peers": len(agent._peers) if agent is not None else 0,
         "aside": len(transport._aside) if hasattr(transport, "_aside") else 0,
-        "arena": hashlib.blake2b(transport._slots._memory.numpy()).hexdigest(),
+        "arena": hashlib.blake2b(slots._memory.numpy()).hexdigest(),
         "slots": [slot.index for slot in transport._pool if slot.outstanding]
         if hasattr(transport, "_pool")
         else [],
@@ -767,6 +783,21 @@ def do_fork(call: str, name: str = "main", **options: Any) -> dict[str, Any]:
         text = pipe.read()
     os.waitpid(child, 0)
     return json.loads(text)
+
+
+def do_break_connections() -> int:
+    """Cut this process's TCP connections to others, as networks do; says how many there were."""
+    found: dict[tuple[Any, Any], socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                connection = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    found[connection.getsockname(), connection.getpeername()] = connection
+        others = [c for (here, there), c in found.items() if (there, here) not in found]
+        for connection in others:
+            connection.shutdown(socket.SHUT_RDWR)
+    return len(others)
 
 
 def do_usage() -> dict[str, Any]:
@@ -925,6 +956,7 @@ def become_worker(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, _interrupt)
     torch.set_num_threads(1)
     install_plugins()
+    step_forming()
     point_at_transfers()
     report_waits()
     serve()

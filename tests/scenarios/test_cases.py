@@ -7,18 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from process_rig import Fleet, Side, in_time, until
+from process_rig import Fleet, exchange, in_time, until
 
 MakeFleet = Callable[..., Fleet]
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def refuse_table(fleet: Fleet, source: str, target: str) -> str:
@@ -340,6 +331,28 @@ def test_trainer_ranks_that_call_send_differently_are_all_told(
         assert error.kind == kind
         assert "call send alike on all ranks" in error.first
     exchange(sender, 3, replica)
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [("group_bytes", {"group_bytes": 1 << 10}), ("verify='off'", {"verify": "off"})],
+)
+def test_trainer_ranks_that_were_opened_differently_are_all_told(
+    fleet: Fleet, named: str, options: dict[str, object]
+) -> None:
+    sender = fleet.sender(ranks=2, open_now=False)
+    openings = [
+        worker.start("open_sender", rank=rank, world_size=2, **{**sender.opening, **some})
+        for rank, (worker, some) in enumerate(zip(sender.workers, ({}, options), strict=True))
+    ]
+    fleet.sessions.add([opening.result() for opening in openings].pop()["session_id"])
+    replica = fleet.receiver()
+    for call in [worker.start("send", version=1, timeout=5.0) for worker in sender.workers]:
+        error = call.error()
+        assert error.kind == "ConfigError"
+        assert error.first.startswith("trainer rank 1 ")
+        assert named in error.first
+    assert replica.holds(1) == "pristine"
 
 
 @pytest.mark.parametrize("other", ["other-shape", "other-dtype"])

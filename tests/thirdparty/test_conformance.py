@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-from thirdparty_rig import weightwire
+import pytest
+from thirdparty_rig import environment, weightwire
 
 
 def test_acme_is_green(site: Path) -> None:
-    done = weightwire("conformance", "acme", "--quick", "--json", sites=(site,))
+    beside = ("-k", "not vllm", "--jobs", "2")  # engines, and other tests
+    done = weightwire("conformance", "acme", "--quick", "--json", *beside, sites=(site,))
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     outcomes = results["backends"]["acme"]
@@ -23,3 +27,11 @@ def test_acme_is_green(site: Path) -> None:
         re.search("needs live receivers|has no option 'zero_copy'", outcomes[name]["reason"])
         for name in unsupported
     )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_acme_is_green_in_every_case(site: Path) -> None:
+    """An engine that follows a trainer over it is among them."""
+    command = [Path(sys.executable).parent / "weightwire", "conformance", "acme"]
+    assert subprocess.run(command, check=False, env=environment(site)).returncode == 0

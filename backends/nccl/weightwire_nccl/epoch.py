@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ from weightwire.errors import (
 )
 from weightwire_nccl.gloo import GlooWire
 from weightwire_nccl.meeting import Client
+from weightwire_nccl.nccl import NcclWire
 from weightwire_nccl.records import Hello, Member, Opening, decode, digest_of
 from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 from weightwire_nccl.witness import Witness
@@ -45,6 +47,8 @@ T = TypeVar("T")
 
 _GRACE_SECONDS = 2.0
 """How much longer than the caller the thread waits: the caller knows better who is missing."""
+_FORM_SECONDS = 30.0
+"""For connecting, once all members have come: it can't be ended, should one stand still then."""
 _CAUSE_SECONDS = 0.3
 _PATIENCE = 1.0
 """Seconds after which a wait is witnessed; sooner under a short deadline."""
@@ -103,6 +107,7 @@ class Epoch:
         self._shared: dict[tuple[int, ...], Wire] = {}
         self._all_wires: list[Wire] = []
         self._giving_up = threading.Event()
+        self._connecting = False
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weightwire-nccl", daemon=True)
         self._thread.start()
@@ -168,20 +173,19 @@ class Epoch:
 
     def _end(self) -> None:
         self._jobs.put(None)
-        self._thread.join(_JOIN_SECONDS)
+        self._thread.join(0 if self._connecting else _JOIN_SECONDS)
         if self._thread.is_alive():
             self._giving_up.set()
             for wire in tuple(self._all_wires):
                 wire.abort()
             end = time.monotonic() + 2 * _JOIN_SECONDS
-            while self._thread.is_alive() and time.monotonic() < end:
+            while self._thread.is_alive() and not self._connecting and time.monotonic() < end:
                 if self._client is not None:
                     self._client.hang_up()  # again: it retries while it connects
                 self._thread.join(_LAST_PAUSE)
         if self._thread.is_alive():
-            # Gloo is still connecting to a process that came and then stood still; it
-            # ends by this call's deadline.
-            log.warning("the thread of a group that wasn't formed ends with its deadline")
+            # The library is still connecting to a process that came and then stood still.
+            log.warning("the thread of a group that wasn't formed ends within %g s", _FORM_SECONDS)
 
     # ------------------------------------------------------------------ the group's thread
 
@@ -291,11 +295,11 @@ class Epoch:
         self.members, self.rank, self._me = opening.members, places[0], str(me)
         self.id, self.generation = opening.epoch, 1
         self._roll_call(opening, me)
-        self._form(opening)
         if self._second is None:
             second = Client(*self.server, "sender rank 0")
             second.connect(self._watch.deadline.remaining())
             self._second = second
+        self._form(opening)
         self.formed_in = time.perf_counter() - began
 
     def _roll_call(self, opening: Opening, me: Member) -> None:
@@ -303,8 +307,8 @@ class Epoch:
         prefix = f"epoch/{opening.epoch}/hello"
         digest = digest_of(msgspec.msgpack.encode(opening))
         client = self.client
-        taken = client.first(f"{prefix}/{self.rank}/by", me.nonce)
-        if taken != me.nonce:
+        mine = secrets.token_hex(8)  # a copy of this process has its nonce
+        if client.first(f"{prefix}/{self.rank}/by", mine) != mine:
             raise TableMismatch(f"two processes say that they are {me}: give each its own rank")
         client.put(f"{prefix}/{self.rank}", msgspec.msgpack.encode(Hello(me, digest)))
         absent = dict(enumerate(opening.members))
@@ -328,11 +332,7 @@ class Epoch:
 
     def _form(self, opening: Opening) -> None:
         ranks = tuple(range(len(self.members)))
-        self._awaited = tuple(rank for rank in ranks if rank != self.rank)
-        self._control = GlooWire(
-            self._substore("control"), self.rank, len(ranks), self._address, self._seconds()
-        )
-        self._all_wires.append(self._control)
+        self._control = self._gloo("control", ranks)
         if opening.library == "nccl":
             self._payload = self._nccl("all", ranks)
             self.device = self._payload.device
@@ -346,30 +346,45 @@ class Epoch:
         """
         if ranks not in self._shared:
             name = "shared-" + digest_of(repr(ranks).encode())
-            self._awaited = tuple(rank for rank in ranks if rank != self.rank)
-            if self.device.type == "cuda":
-                self._shared[ranks] = self._nccl(name, ranks)
-            else:
-                wire = GlooWire(
-                    self._substore(name),
-                    ranks.index(self.rank),
-                    len(ranks),
-                    self._address,
-                    self._seconds(),
-                )
-                self._all_wires.append(wire)
-                self._shared[ranks] = wire
+            form = self._nccl if self.device.type == "cuda" else self._gloo
+            self._shared[ranks] = form(name, ranks)
         return self._shared[ranks]
 
-    def _nccl(self, name: str, ranks: tuple[int, ...]) -> Wire:
-        from weightwire_nccl.nccl import NcclWire
+    def _gloo(self, name: str, ranks: tuple[int, ...]) -> GlooWire:
+        seconds = min(self._seconds(), _FORM_SECONDS)
+        with self._forming(ranks):
+            wire = GlooWire(
+                self._substore(name), ranks.index(self.rank), len(ranks), self._address, seconds
+            )
+        self._keep(wire)
+        return wire
 
+    def _nccl(self, name: str, ranks: tuple[int, ...]) -> NcclWire:
         assert self._gpu is not None  # noqa: S101 - it said that it has one
         device = torch.device("cuda", self._gpu)
         torch.cuda.set_device(device)  # of this thread
-        wire = NcclWire(self._substore(name), ranks.index(self.rank), len(ranks), device)
-        self._all_wires.append(wire)
+        with self._forming(ranks):
+            wire = NcclWire(self._substore(name), ranks.index(self.rank), len(ranks), device)
+        self._keep(wire)
         return wire
+
+    def _keep(self, wire: Wire) -> None:
+        self._all_wires.append(wire)
+        if self._giving_up.is_set():
+            wire.abort()
+            raise TransferError(self._reason)
+
+    @contextlib.contextmanager
+    def _forming(self, ranks: Sequence[int]) -> Iterator[None]:
+        """The library connects these members; nothing ends that but its own timeout."""
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        self._awaited = others
+        self._connecting = True
+        try:
+            with self.translated(*others):
+                yield
+        finally:
+            self._connecting = False
 
     def _substore(self, name: str) -> Any:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # see meeting.py
@@ -402,7 +417,7 @@ class Epoch:
             work.wait(self._seconds())
 
     @contextlib.contextmanager
-    def translated(self, *peers: int) -> Any:
+    def translated(self, *peers: int) -> Iterator[None]:
         """Errors of the wire, in weightwire's tree."""
         try:
             yield
@@ -441,12 +456,14 @@ class Epoch:
             raise PeerLost(cause.decode("utf-8", "replace"))
 
     def _gone(self, peers: Sequence[int]) -> tuple[int, ...]:
-        """Those to whom nothing can be sent any more."""
+        """Those to whom nothing can be sent any more; empty where that can't be told."""
+        if self._control is None:
+            return ()
         nothing = torch.empty(1, dtype=torch.uint8)
         gone = []
         for peer in peers:
             try:
-                self.control.send(nothing, peer, _PROBE_TAG)
+                self._control.send(nothing, peer, _PROBE_TAG)
             except WireBroken:
                 gone.append(peer)
         return tuple(gone)

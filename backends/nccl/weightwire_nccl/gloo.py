@@ -19,6 +19,7 @@ from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 __all__ = ["GlooWire"]
 
 _THREADS = 1
+_NEVER = datetime.timedelta(days=365)
 
 
 class GlooWire(Wire):
@@ -58,6 +59,7 @@ class GlooWire(Wire):
 
         options = BroadcastOptions()
         options.rootRank = root
+        options.timeout = _NEVER  # of its own: the group's is that of forming it
         return self._posted(lambda group: group.broadcast([tensor], options), tensor)
 
     def _posted(self, post: Any, tensor: Tensor) -> Work:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightwire.errors import ConfigError
 from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 
 __all__ = ["NcclWire", "gpu_here"]
@@ -36,14 +37,25 @@ _FIRST_PAUSE = 0.00002
 _LAST_PAUSE = 0.001
 
 
-def gpu_here(device: torch.device) -> tuple[int | None, str, str]:
+def gpu_here(library: str, device: torch.device) -> tuple[int | None, str, str]:
     """Index and UUID of the GPU to use; or None, an empty string, and why there is none.
 
     Args:
+        library: the backend's option.
         device: where the tensors lie; for those on the CPU the current GPU is used.
+
+    Raises:
+        ConfigError: tensors lie on a GPU, and the library is Gloo.
     """
     import torch.distributed
 
+    if library == "gloo":
+        if device.type != "cpu":
+            raise ConfigError(
+                f"tensors that lie on {device} never travel over Gloo: set library='auto' on all "
+                "sides, or move them to the CPU"
+            )
+        return None, "", "library='gloo'"
     if not torch.distributed.is_nccl_available():
         return None, "", "its torch has no NCCL"
     if not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from weightwire_nccl.meeting import machine, own_address
 from weightwire_nccl.nccl import gpu_here
 from weightwire_nccl.pieces import ChannelPlan, ReadPlan, encode_regions, shards_by_owner
 from weightwire_nccl.records import PROTOCOL, Member, Opening, ReaderInfo, SenderInfo, decode
-from weightwire_nccl.route import by_plan, owners_of
+from weightwire_nccl.route import by_plan, owners_of, refuse_unlike, refuse_unreachable
 from weightwire_nccl.sender import describe_route, plan_digest
 from weightwire_nccl.staging import Staging
 
@@ -34,8 +34,7 @@ class NcclReceiver(ReceiverTransport):
         self._context = context
         self._config = config
         self._address = own_address(config.host, context.session_url)
-        gloo = config.library == "gloo"
-        self._gpu, self._gpu_id, self._no_gpu = (None, "", "") if gloo else gpu_here(context.device)
+        self._gpu, self._gpu_id, self._no_gpu = gpu_here(config.library, context.device)
         self._nonce = secrets.token_hex(8)
         self._table_digest = ""
         self._table: TensorTable | None = None
@@ -53,6 +52,14 @@ class NcclReceiver(ReceiverTransport):
 
     # ------------------------------------------------------------------ the contract
 
+    def check(self, offer: Offer) -> None:
+        ranks = {f"sender rank {rank}": blob for rank, blob in enumerate(offer.senders)}
+        senders = {who: decode(blob, SenderInfo, who) for who, blob in ranks.items()}
+        me = f"receiver {self._context.member_id!r} rank {self._context.rank}"
+        mine = self._info()
+        refuse_unlike(mine, me, senders)
+        refuse_unreachable(senders["sender rank 0"], {me: mine})
+
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._table, self._regions = table, tuple(regions)
         self._table_digest = table.digest()
@@ -67,31 +74,26 @@ class NcclReceiver(ReceiverTransport):
                 self._seals[owner] = [seal_bound(len(shards)) for shards in held]
 
     def describe(self) -> bytes:
+        return msgspec.msgpack.encode(self._info())
+
+    def _info(self) -> ReaderInfo:
         healthy = self._epoch is not None and self._epoch.failure is None
-        return msgspec.msgpack.encode(
-            ReaderInfo(
-                protocol=PROTOCOL,
-                nonce=self._nonce,
-                machine=machine(),
-                epoch=self._epoch.id if healthy and self._epoch is not None else "",
-                plan=self._plan,
-                bucket_bytes=self._config.bucket_bytes,
-                library=self._config.library,
-                device=str(self._context.device),
-                mode=self._config.mode,
-                gpu=self._gpu_id,
-                no_gpu=self._no_gpu,
-            )
+        return ReaderInfo(
+            protocol=PROTOCOL,
+            nonce=self._nonce,
+            machine=machine(),
+            epoch=self._epoch.id if healthy and self._epoch is not None else "",
+            plan=self._plan,
+            bucket_bytes=self._config.bucket_bytes,
+            library=self._config.library,
+            mode=self._config.mode,
+            device=str(self._context.device),
+            gpu=self._gpu_id,
+            no_gpu=self._no_gpu,
         )
 
     def begin(self, offer: Offer) -> None:
         first = decode(offer.senders[0], SenderInfo, "sender rank 0")
-        if (first.protocol, first.bucket_bytes) != (PROTOCOL, self._config.bucket_bytes):
-            raise TableMismatch(
-                f"sender rank 0 has bucket_bytes={first.bucket_bytes} (protocol "
-                f"{first.protocol}), this receiver {self._config.bucket_bytes} ({PROTOCOL}): "
-                "give the nccl backend the same options on all sides"
-            )
         self._posted.clear()
         epoch = self._usable_epoch((first.host, first.port))
         job = epoch.submit(partial(self._open, epoch, offer, first.nonce))

@@ -46,6 +46,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         nonce: new for each transport.
         machine: id of the host's boot, to tell hosts apart.
         host, port: of the store; rank 0 only, else empty and 0.
+        mode: ``"p2p"``, ``"broadcast"``, or ``"auto"``: then rank 0 chooses.
         device: where its tensors lie.
         gpu: UUID of the GPU it would use, or empty, and ``no_gpu`` why.
     """
@@ -57,6 +58,7 @@ class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)]
     bucket_bytes: Count
     library: Text
+    mode: Text
     device: Annotated[str, Meta(pattern="^(cpu|cuda|cuda:[0-9]{1,4})$")]
     gpu: Text
     no_gpu: Text
@@ -77,8 +79,8 @@ class ReaderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan: Digest
     bucket_bytes: Count
     library: Text
-    device: Annotated[str, Meta(pattern="^(cpu|cuda|cuda:[0-9]{1,4})$")]
     mode: Text
+    device: Annotated[str, Meta(pattern="^(cpu|cuda|cuda:[0-9]{1,4})$")]
     gpu: Text
     no_gpu: Text
 

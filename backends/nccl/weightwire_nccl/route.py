@@ -8,11 +8,18 @@ from typing import Literal
 
 import torch
 
-from weightwire.errors import ConfigError, TableMismatch
+from weightwire.errors import TableMismatch
 from weightwire_nccl.config import NcclConfig
-from weightwire_nccl.records import PROTOCOL, Member, ReaderInfo, SenderInfo
+from weightwire_nccl.records import Member, ReaderInfo, SenderInfo
 
-__all__ = ["by_plan", "check_alike", "choose_library", "choose_mode", "owners_of"]
+__all__ = [
+    "by_plan",
+    "choose_library",
+    "choose_mode",
+    "owners_of",
+    "refuse_unlike",
+    "refuse_unreachable",
+]
 
 _MOST_SHARED = 64
 """Communicators of one owner and its readers; each costs every member memory and time."""
@@ -22,31 +29,46 @@ Mode = Literal["p2p", "broadcast"]
 Library = Literal["gloo", "nccl"]
 
 
-def check_alike(config: NcclConfig, infos: Mapping[Member, Info]) -> None:
-    """Refuse members that are configured otherwise than the sender's rank 0.
+def refuse_unlike(mine: Info, me: str, infos: Mapping[str, Info]) -> None:
+    """Refuse members that are configured otherwise than this one.
+
+    Both sides look: receivers before they say that they are ready, so that nothing starts
+    where options differ, and the sender's rank 0 for the other trainer ranks.
+
+    Args:
+        infos: what others say of themselves, by what they are called.
 
     Raises:
         TableMismatch: naming the member and the option.
-        ConfigError: a member on another host can't reach the store.
     """
-    first = next(iter(infos.values()))
-    assert isinstance(first, SenderInfo)  # noqa: S101 - trainer ranks come first
-    for member, info in infos.items():
-        for what, theirs, ours in (
-            ("protocol", info.protocol, PROTOCOL),
-            ("bucket_bytes", info.bucket_bytes, config.bucket_bytes),
-            ("library", info.library, config.library),
-        ):
+    for who, info in infos.items():
+        for what in ("protocol", "bucket_bytes", "library", "mode"):
+            theirs, ours = getattr(info, what), getattr(mine, what)
+            # Trainer ranks are alike; between the sides "auto" leaves the mode to the other.
+            if what == "mode" and type(info) is not type(mine) and "auto" in (theirs, ours):
+                continue
             if theirs != ours:
                 raise TableMismatch(
-                    f"{member} has {what}={theirs!r}, sender rank 0 {ours!r}: "
+                    f"{who} has {what}={theirs!r}, {me} {ours!r}: "
                     "give the nccl backend the same options on all sides"
                 )
+
+
+def refuse_unreachable(first: SenderInfo, infos: Mapping[str, Info]) -> None:
+    """Refuse members that can't reach the store of the sender's rank 0.
+
+    Args:
+        first: what that rank says of itself.
+
+    Raises:
+        TableMismatch: naming the member and the option.
+    """
+    for who, info in infos.items():
         if info.machine != first.machine and _is_loopback(first.host):
-            raise ConfigError(
-                f"{member} runs on another host than sender rank 0, which listens on "
-                f"{first.host}: set the nccl backend's option 'host' on each side to an address "
-                "that the others reach"
+            raise TableMismatch(
+                f"{who} runs on another host than sender rank 0, which listens on {first.host}: "
+                "set the nccl backend's option 'host' on each side to an address that the others "
+                "reach"
             )
 
 
@@ -86,14 +108,9 @@ def choose_library(config: NcclConfig, infos: Mapping[Member, Info]) -> tuple[Li
     """NCCL or Gloo, and why.
 
     Raises:
-        ConfigError: a member can't use the library that it would take.
+        TableMismatch: a member can't use the library that it would take.
     """
     on_gpu = [m for m, info in infos.items() if torch.device(info.device).type != "cpu"]
-    if config.library == "gloo" and on_gpu:
-        raise ConfigError(
-            f"the tensors of {on_gpu[0]} lie on {infos[on_gpu[0]].device}, which Gloo doesn't "
-            "carry: set library='auto' on all sides, or move them to the CPU"
-        )
     if config.library == "gloo" or (config.library == "auto" and not on_gpu):
         return "gloo", "library='gloo'" if config.library == "gloo" else "all tensors on CPUs"
     seen: dict[str, Member] = {}
@@ -102,7 +119,7 @@ def choose_library(config: NcclConfig, infos: Mapping[Member, Info]) -> tuple[Li
         if info.gpu in seen:
             problem = f"{seen[info.gpu]} and {member} use the same one"
         if not info.gpu or info.gpu in seen:
-            raise ConfigError(
+            raise TableMismatch(
                 f"NCCL needs a GPU of its own for every member ({problem}): correct that, or "
                 "choose a backend that carries what lies on GPUs otherwise"
             )

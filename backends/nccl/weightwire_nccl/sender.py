@@ -28,7 +28,13 @@ from weightwire_nccl.records import (
     decode,
     digest_of,
 )
-from weightwire_nccl.route import by_plan, check_alike, choose_library, choose_mode
+from weightwire_nccl.route import (
+    by_plan,
+    choose_library,
+    choose_mode,
+    refuse_unlike,
+    refuse_unreachable,
+)
 from weightwire_nccl.staging import Staging
 
 __all__ = ["NcclSender"]
@@ -41,9 +47,7 @@ class NcclSender(SenderTransport):
         self._context = context
         self._config = config
         self._address = own_address(config.host, context.session_url)
-        self._gpu, gpu, no_gpu = (
-            gpu_here(context.device) if config.library != "gloo" else (None, "", "")
-        )
+        self._gpu, gpu, no_gpu = gpu_here(config.library, context.device)
         self._server = Server(self._address) if context.rank == 0 else None
         self._info = SenderInfo(
             protocol=PROTOCOL,
@@ -53,6 +57,7 @@ class NcclSender(SenderTransport):
             port=self._server.port if self._server is not None else 0,
             bucket_bytes=config.bucket_bytes,
             library=config.library,
+            mode=config.mode,
             device=str(context.device),
             gpu=gpu,
             no_gpu=no_gpu,
@@ -198,7 +203,9 @@ class NcclSender(SenderTransport):
         infos: Mapping[Member, SenderInfo | ReaderInfo],
     ) -> Opening:
         assert self._table is not None  # noqa: S101 - set_table() comes first
-        check_alike(self._config, infos)
+        others = {str(member): info for member, info in infos.items()}
+        refuse_unlike(self._info, "sender rank 0", others)
+        refuse_unreachable(self._info, others)
         library, because = choose_library(self._config, infos)
         mode, reason = choose_mode(self._config, infos, self._context.world_size)
         members = tuple(infos)

@@ -122,6 +122,7 @@ class Counters:
         peers: peers added.
         lists: descriptor lists prepared.
         transfers: transfers prepared.
+        descriptors: of all these transfers, at one end.
         posts: transfers posted; grows with every group.
     """
 
@@ -129,11 +130,12 @@ class Counters:
     peers: int = 0
     lists: int = 0
     transfers: int = 0
+    descriptors: int = 0
     posts: int = 0
 
-    def prepared(self) -> tuple[int, int, int, int]:
+    def prepared(self) -> tuple[int, ...]:
         """All but the posts."""
-        return (self.registrations, self.peers, self.lists, self.transfers)
+        return (self.registrations, self.peers, self.lists, self.transfers, self.descriptors)
 
 
 class Agent:
@@ -248,8 +250,17 @@ class Agent:
         with self._lock:
             if name in self._peers:
                 return
-            with self._translated(who, "reach"):
-                found = self._agent.loadRemoteMD(metadata)
+            try:
+                with self._translated(who, "reach"):
+                    found = self._agent.loadRemoteMD(metadata)
+            except TransferError as error:
+                if self._is_closed or isinstance(error, PeerLost):
+                    raise
+                # Its metadata came whole: nobody answers there.
+                raise PeerLost(
+                    f"{who} can't be reached (NIXL: {_text(error.__cause__)}): it is gone, or no "
+                    "transport connects the two; restart it, or check UCX_TLS on both sides"
+                ) from error
             found = found.decode() if isinstance(found, bytes) else str(found)
             if found != name:
                 raise PeerLost(f"{who} describes another NIXL agent than its own: restart it")
@@ -311,6 +322,7 @@ class Agent:
             )
             self.counters.lists += 2
             self.counters.transfers += 1
+            self.counters.descriptors += len(here)
             transfer = Transfer(self, handle, (local, remote), who)
             self._transfers.add(transfer)
             return transfer
@@ -336,9 +348,9 @@ class Agent:
     def close(self) -> None:
         """Release everything.  Only with nothing in flight: what is can't be cancelled."""
         with self._lock:
-            agent = getattr(self, "_agent", None)
-            if agent is None:
+            if self._is_closed:
                 return
+            agent = self._agent
             for transfer in list(self._transfers):
                 transfer.release()
             for name in list(self._peers):
@@ -349,10 +361,14 @@ class Agent:
             self._registered.clear()
             del self._agent
 
+    @property
+    def _is_closed(self) -> bool:
+        return not hasattr(self, "_agent")
+
     @contextlib.contextmanager
     def _translated(self, who: str, doing: str) -> Iterator[None]:
         """NIXL's exceptions have no base in common: each becomes one of ours."""
-        if not hasattr(self, "_agent"):
+        if self._is_closed:
             raise TransferError(f"can't {doing} {who}: this agent is closed")
         try:
             yield
@@ -463,7 +479,7 @@ def _errors_of(bindings: Any) -> _Errors:
     return _Errors(tuple(lost), (*found.values(), RuntimeError, ValueError, TypeError))
 
 
-def _text(error: BaseException) -> str:
+def _text(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 

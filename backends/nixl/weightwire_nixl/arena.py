@@ -10,36 +10,29 @@ from weightwire_nixl.agent import Agent
 from weightwire_nixl.memory import check_fits, check_shareable
 from weightwire_nixl.wire import Arena
 
-__all__ = ["Slots", "Words", "device_of"]
+__all__ = ["Slots", "Words", "numbered"]
 
-_CPU = torch.device("cpu")
 _ALIGNMENT = 4096
 _WORD_STRIDE = 8  # words: a cache line each
 
 
-def device_of(option: str, tensors: torch.device = _CPU) -> torch.device:
-    """The device that the option ``device`` means in this process.
-
-    Args:
-        tensors: where this rank's tensors lie.
+def numbered(device: torch.device) -> torch.device:
+    """A device of this process, with its number.
 
     Raises:
-        ConfigError: it names a device that isn't there.
+        ConfigError: it isn't there.
     """
-    if option == "auto":
-        option = str(tensors)
-    device = torch.device(option)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"nixl option device={option!r}: torch sees no CUDA here; use 'cpu'")
-        if ":" not in option:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if device.index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"nixl option device={option!r}: this process sees {torch.cuda.device_count()} "
-                "CUDA devices; choose one of them"
-            )
-    return device
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ConfigError(
+            f"device={str(device)!r}: torch sees {count} CUDA devices here; choose another, or "
+            "leave device= out"
+        )
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 class Slots:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from weightwire.errors import ConfigError, TransferError
+from weightwire.layout import slot_layout
+from weightwire.table import TensorTable
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.memory import check_shareable
-from weightwire_nixl.runs import Runs
+from weightwire_nixl.runs import Runs, extents
+from weightwire_nixl.wire import Live
 
-__all__ = ["LiveGroup", "LiveMemory", "located", "split_by_place"]
+__all__ = ["LiveGroup", "LiveLayout", "LiveMemory", "located", "split_by_place"]
 
 _MOST_PIECES = 1 << 12
 
@@ -36,6 +40,65 @@ class LiveGroup:
     bases: Addresses
     device: str
     device_id: int
+
+    def told(self, news: Sequence[bytes]) -> Live:
+        """What a reader is told of it, with metadata that it hasn't heard yet."""
+        return Live(self.bases.astype("<u8").tobytes(), self.device, self.device_id, tuple(news))
+
+
+@dataclass(frozen=True)
+class LiveLayout:
+    """A group of one owner that isn't staged.
+
+    Attributes:
+        tensors: those that aren't empty, in the order of the slot's layout.
+        begins, nbytes: first byte and length of each in the slot that isn't filled.
+    """
+
+    tensors: list[int]
+    begins: Addresses
+    nbytes: Addresses
+
+    @classmethod
+    def of(cls, table: TensorTable, group: int, owner: int) -> LiveLayout:
+        """How a trainer rank's part of a group lies.
+
+        Raises:
+            ConfigError: part of it must be staged in blocks of columns.
+        """
+        places = slot_layout(table, group, owner).places
+        for i in places:
+            entry = table.tensors[i]
+            if entry.blocks > 1:
+                raise ConfigError(
+                    f"nixl option zero_copy: tensor {entry.name!r} must be staged in "
+                    f"{entry.blocks} blocks of columns: use zero_copy=False on all trainer ranks"
+                )
+        chosen = [i for i, place in places.items() if place.nbytes]
+        return cls(chosen, *extents(table, group, owner))
+
+    def find(self, group: int, tensors: Mapping[int, Tensor]) -> tuple[LiveGroup, list[Tensor]]:
+        """Where the tensors lie now, and those of them that aren't empty.
+
+        Raises:
+            ConfigError: they lie on several devices.
+        """
+        served = [tensors[i] for i in self.tensors]
+        devices = {tensor.device for tensor in served}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"nixl option zero_copy: group {group} lies on {len(devices)} devices "
+                f"({', '.join(sorted(map(str, devices)))}): use zero_copy=False"
+            )
+        device = next(iter(devices), torch.device("cpu"))
+        found = LiveGroup(
+            self.begins,
+            self.nbytes,
+            np.array([tensor.data_ptr() for tensor in served], dtype=np.uint64),
+            device.type,
+            0 if device.type == "cpu" else device.index,
+        )
+        return found, served
 
 
 class LiveMemory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from weightwire.contract import Policy
@@ -26,6 +28,7 @@ class Owner:
     Attributes:
         route: how its bytes get here.
         broken: a transfer with it failed: NIXL has dropped its metadata.
+        heard: metadata of the memory that it registered since it described itself.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Owner:
         self.route = route
         self.broken = False
         self.said_bye = False
+        self.heard: list[bytes] = []
         self._knows_plan = False
         self._slots = slots
         self._words = words
@@ -104,8 +108,7 @@ class Owner:
         Raises:
             TransferError: the addresses don't fit the table.
         """
-        for metadata in live.metadata:
-            self.agent.extend(self.info.agent, metadata, self.who)
+        self.learn(live.metadata)
         key = (group, ours)
         where = (live.bases, live.device, live.device_id)
         known = self._live_reads.get(key)
@@ -133,6 +136,17 @@ class Owner:
         )
         self._live_reads[key] = (where, transfer)
         return transfer
+
+    def learn(self, batches: Sequence[bytes]) -> None:
+        """Hear of more memory; what was heard before is passed over.
+
+        Raises:
+            PeerLost: it can't be reached.
+        """
+        for metadata in batches:
+            if metadata not in self.heard:
+                self.agent.extend(self.info.agent, metadata, self.who)
+                self.heard.append(metadata)
 
     def read_word(self, theirs: int, ours: int) -> Transfer:
         """The read of a slot's generation word."""

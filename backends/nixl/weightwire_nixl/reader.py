@@ -1,4 +1,4 @@
-"""An inference rank as a trainer rank sees it, and the slots it may touch."""
+"""An inference rank as a trainer rank sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightwire_nixl.delivery import Writes
 from weightwire_nixl.route import Route
 from weightwire_nixl.wire import ReaderInfo
 
-__all__ = ["Reader", "Slot"]
+__all__ = ["Reader"]
 
 
 class Reader:
@@ -21,6 +21,7 @@ class Reader:
         heard: how many batches of the trainer's registered memory it has heard of.
         gave_up: the last version that it gave up.
         told_over: the last version of which it knows that nothing is under way any more.
+        broken: a signal or a write to it failed: NIXL has dropped its metadata.
     """
 
     def __init__(self, who: str, receiver_id: str, rank: int, info: ReaderInfo) -> None:
@@ -35,6 +36,7 @@ class Reader:
         self.gave_up = Policy(0, 0, 0)
         self.told_over = Policy(0, 0, 0)
         self.said_bye = False
+        self.broken = False
 
     @property
     def agent(self) -> str:
@@ -43,18 +45,3 @@ class Reader:
     @property
     def is_gone(self) -> bool:
         return self.said_bye or process.is_gone(self.info.process)
-
-
-class Slot:
-    """One slot of this rank.
-
-    Attributes:
-        group, generation: what it was filled with last.
-        outstanding: by agent, who may still read it, or is still written from it.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.group = -1
-        self.generation = 0
-        self.outstanding: dict[str, Reader] = {}

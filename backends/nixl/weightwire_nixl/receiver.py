@@ -14,7 +14,7 @@ from weightwire.errors import PeerLost, TransferError, WeightWireError
 from weightwire.session import process
 from weightwire.table import Region, TensorTable
 from weightwire_nixl.agent import Agent, Counters
-from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.arena import Slots, Words, numbered
 from weightwire_nixl.aside import Aside
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
@@ -31,7 +31,9 @@ from weightwire_nixl.wire import (
     Aborted,
     Announced,
     Bye,
+    Forgot,
     GaveUp,
+    Message,
     Over,
     ReaderInfo,
     SenderInfo,
@@ -39,6 +41,7 @@ from weightwire_nixl.wire import (
     decode,
     encode,
     read_message,
+    readable,
 )
 
 __all__ = ["NixlReceiver"]
@@ -57,7 +60,7 @@ class NixlReceiver(ReceiverTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self._device = device_of(config.device, context.device)
+        self._device = numbered(context.device)
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1
@@ -76,10 +79,12 @@ class NixlReceiver(ReceiverTransport):
         self._clean: set[int] = set()  # of those, who has nothing under way to this rank
         self._flights: dict[int, _Flight] = {}
         self._aside = Aside()
+        self._forgotten: set[tuple[str, str]] = set()  # owners' agents, and agents of ours
         self._moving = threading.RLock()  # posted groups are moved on by one thread at a time
         self._progress: Progress | None = None
         self._grants = 0
-        self._world_size = 0
+        self._world_size = 0  # the trainer's
+        self._place = 0  # among those who read this version
 
     # ---------------------------------------------------------------------- set-up
 
@@ -144,6 +149,8 @@ class NixlReceiver(ReceiverTransport):
         self._aborted, self._clean = set(), set()
         self._flights = {}
         self._aside.sweep()
+        replica = offer.roster.index(self._context.member_id)
+        self._place = replica * self._context.world_size + self._context.rank
         agent, info = self._opened()
         routes = {str(self._meet(agent, rank, offer.senders[rank]).route) for rank in info.reads}
         self.path = "; ".join(sorted(routes)) or "this rank reads nothing"
@@ -177,6 +184,8 @@ class NixlReceiver(ReceiverTransport):
             self._drop(known)
         agent.add(info.agent, info.metadata, who)
         owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route)
+        if known is not None and known.info.agent == info.agent:
+            owner.learn(known.heard)  # NIXL has dropped it, and it isn't told twice
         self._owners[rank] = owner
         self._by_agent[info.agent] = owner
         return owner
@@ -199,10 +208,10 @@ class NixlReceiver(ReceiverTransport):
             # Whatever was in the slot may still be copied out of it.
             torch.cuda.current_stream(self._device).synchronize()
         ranks = list(plan.owners)
-        turn = self._context.rank % max(1, len(ranks))  # each receiver starts elsewhere
+        first = self._place % max(1, len(ranks))  # each receiver starts at another owner
         slot = self._turns[group]
         parts = [
-            self._part(self._owners[rank], group, slot) for rank in ranks[turn:] + ranks[:turn]
+            self._part(self._owners[rank], group, slot) for rank in ranks[first:] + ranks[:first]
         ]
         with self._moving:
             self._flights[group] = _Flight(parts)
@@ -295,8 +304,10 @@ class NixlReceiver(ReceiverTransport):
         for owner in self._owners.values():
             under_way = any(part.owner is owner for part in hot)
             message = encode(GaveUp(self._policy, in_flight=under_way))
-            with contextlib.suppress(WeightWireError):
+            try:
                 agent.notify(owner.info.agent, message, owner.who)
+            except WeightWireError:
+                owner.broken = True
         if hot:
             self._set_aside(agent, hot)
 
@@ -315,13 +326,17 @@ class NixlReceiver(ReceiverTransport):
         def is_over() -> bool:
             for name, messages in agent.drain().items():
                 for payload in messages:
-                    if name in names and _ends(payload, policy, names[name].who):
+                    if name in names and _ends(readable(payload), policy):
                         for part in hot:
                             if part.owner is names[name]:
                                 part.revoke()
+            for part in hot:
+                if (part.owner.info.agent, agent.name) in self._forgotten:
+                    part.revoke()
             return not any(part.in_flight for part in hot)
 
         def release() -> None:
+            self._forgotten -= {(name, agent.name) for name in names}
             _say_bye(agent, owners.values(), policy)
             agent.close()
             memory.clear()
@@ -361,6 +376,9 @@ class NixlReceiver(ReceiverTransport):
             case Over():
                 if owner is not None and message.policy >= self._policy:
                     self._clean.add(owner.rank)
+            case Forgot():
+                if owner is not None and len(self._aside):
+                    self._forgotten.add((name, message.agent))
             case _:
                 raise TransferError(
                     f"{who} sent a signal that only a receiver sends: "
@@ -402,12 +420,11 @@ def _say_bye(agent: Agent, owners: Iterable[Owner], policy: Policy) -> None:
             agent.notify(owner.info.agent, message, owner.who)
 
 
-def _ends(payload: bytes, policy: Policy, who: str) -> bool:
+def _ends(message: Message | None, policy: Policy) -> bool:
     """Whether an owner says that nothing of this version is under way any more."""
-    with contextlib.suppress(TransferError):
-        match read_message(payload, who):
-            case Over() | Bye() as message:
-                return message.policy >= policy
-            case Aborted() as message:
-                return message.policy == policy and not message.in_flight
+    match message:
+        case Over() | Bye():
+            return message.policy >= policy
+        case Aborted():
+            return message.policy == policy and not message.in_flight
     return False

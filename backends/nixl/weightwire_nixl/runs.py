@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightwire.cuts import Cuts
-from weightwire.layout import ALIGNMENT, Place, lay_out, slot_layout
-from weightwire.routes import Routes, Served, route
+from weightwire.layout import Place, lay_out, slot_layout
+from weightwire.routes import Routes, Served, joined, route
 from weightwire.table import Region, TensorTable
 
 __all__ = ["GroupPlan", "Runs", "extents", "plan_groups", "rebased"]
@@ -74,7 +74,8 @@ def extents(table: TensorTable, group: int, owner: int) -> tuple[Offsets, Offset
 
 def plan_groups(table: TensorTable, regions: Sequence[Region]) -> dict[int, GroupPlan]:
     """What to read, by group.  The slot is laid out as core lays it out: region by region."""
-    routes = route(Served(table), regions)
+    served = Served(table)
+    routes = joined(route(served, regions), served, regions)
     bounds = np.searchsorted(routes.group, np.arange(len(table.groups) + 1))
     cuts = Cuts(table)
     by_group: dict[int, dict[int, list[int]]] = {}
@@ -87,45 +88,20 @@ def plan_groups(table: TensorTable, regions: Sequence[Region]) -> dict[int, Grou
         places, nbytes = lay_out(
             [(table.tensors[regions[p].tensor].torch_dtype, regions[p].sizes) for p in positions]
         )
-        owners = _by_owner(routes, int(bounds[group]), int(bounds[group + 1]), places)
+        owners = _by_owner(routes, int(bounds[group]), int(bounds[group + 1]))
         plans[group] = GroupPlan(table, group, tuple(positions), tuple(places), nbytes, owners)
     return plans
 
 
-def _by_owner(routes: Routes, begin: int, end: int, places: Sequence[Place]) -> dict[int, Runs]:
+def _by_owner(routes: Routes, begin: int, end: int) -> dict[int, Runs]:
     owners, first = np.unique(routes.owner[begin:end], return_index=True)
     stops = [*first[1:].tolist(), end - begin]
-    filled = np.array([(p.begin, p.nbytes) for p in places if p.nbytes], np.int64).reshape(-1, 2)
     found = {}
     for owner, start, stop in zip(owners.tolist(), first.tolist(), stops, strict=True):
         rows = slice(begin + start, begin + stop)
-        found[owner] = _joined(
-            routes.source[rows], routes.target[rows], routes.nbytes[rows], filled
+        found[owner] = Runs(
+            routes.source[rows].astype(np.uint64),
+            routes.target[rows].astype(np.uint64),
+            routes.nbytes[rows].astype(np.uint64),
         )
     return found
-
-
-def _joined(
-    source: NDArray[np.int64],
-    target: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    places: NDArray[np.int64],
-) -> Runs:
-    """Runs joined over the padding that both slots have between the same two tensors.
-
-    Between the end of a region and the begin of the next one lies nothing of anybody's.
-    """
-    place = np.searchsorted(places[:, 0], target, side="right") - 1
-    begins = target == places[place, 0]
-    ends = target + nbytes == places[place].sum(axis=1)
-    gap = source[1:] - (source[:-1] + nbytes[:-1])
-    joins = (gap == target[1:] - (target[:-1] + nbytes[:-1])) & (gap > 0) & (gap < ALIGNMENT)
-    joins &= ends[:-1] & begins[1:]
-    first = np.flatnonzero(np.concatenate(([True], ~joins)))
-    last = np.concatenate((first[1:] - 1, [len(source) - 1]))
-    length = source[last] + nbytes[last] - source[first]
-    return Runs(
-        source[first].astype(np.uint64),
-        target[first].astype(np.uint64),
-        length.astype(np.uint64),
-    )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport
-from weightwire.errors import ConfigError, PeerLost, TransferError, WeightWireError
+from weightwire.errors import PeerLost, TransferError, WeightWireError
 from weightwire.layout import slot_layout
 from weightwire.session import process
 from weightwire.table import TensorTable
 from weightwire_nixl.agent import Agent, Counters
-from weightwire_nixl.arena import Slots, Words, device_of
+from weightwire_nixl.arena import numbered
 from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
@@ -23,19 +22,21 @@ from weightwire_nixl.delivery import Delivery, Writes
 from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
-from weightwire_nixl.live import Addresses, LiveGroup, LiveMemory
+from weightwire_nixl.live import LiveGroup, LiveLayout, LiveMemory
 from weightwire_nixl.peers import check_alike, soon
-from weightwire_nixl.reader import Reader, Slot
+from weightwire_nixl.pool import Slot, SlotPool
+from weightwire_nixl.reader import Reader
 from weightwire_nixl.route import choose, describe_endpoint
-from weightwire_nixl.runs import extents
 from weightwire_nixl.wire import (
     Aborted,
     Announced,
     Bye,
     Credit,
+    Forgot,
     GaveUp,
     Granted,
     Live,
+    Message,
     Over,
     PlanPart,
     ReaderInfo,
@@ -43,6 +44,7 @@ from weightwire_nixl.wire import (
     decode,
     encode,
     read_message,
+    readable,
 )
 
 __all__ = ["NixlSender"]
@@ -57,24 +59,21 @@ class NixlSender(SenderTransport):
     def __init__(self, context: Context, config: NixlConfig) -> None:
         self._context = context
         self._config = config
-        self.column_blocks = not config.zero_copy  # live tensors lie row by row
-        self._device = device_of(config.device, context.device)
+        self._device = numbered(context.device)
+        blocks = self._device.type == "cuda" and not config.zero_copy  # live: row by row
+        self.column_blocks = blocks if config.column_blocks is None else config.column_blocks
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
-        self._turns = 2 if context.overlap else 1
         self.counters = Counters()
         self._agent: Agent | None = None
         self._info: SenderInfo | None = None
-        self._slots: Slots
-        self._words: Words
-        self._pool: list[Slot] = []
-        self._turn = list(range(self._turns))  # which slot each turn uses
+        self._pool: SlotPool
         self._policy = Policy(0, 0, 0)
         # Generations of a later incarnation are higher: old credits never count for new bytes.
         self._generation = context.incarnation << 40
         self._group_nbytes: dict[int, int] = {}
         self._live: LiveMemory | None = None
-        self._live_layouts: dict[int, tuple[list[int], Addresses, Addresses]] = {}
+        self._live_layouts: dict[int, LiveLayout] = {}
         self._backlog = Backlog()
         self._early = Early()
         self._deliveries: list[Delivery] = []
@@ -87,26 +86,18 @@ class NixlSender(SenderTransport):
 
     def set_table(self, table: TensorTable) -> None:
         rank = self._context.rank
-        layouts = {group: slot_layout(table, group, rank) for group in range(len(table.groups))}
-        self._group_nbytes = {group: layout.nbytes for group, layout in layouts.items()}
+        groups = range(len(table.groups))
+        self._group_nbytes = {group: slot_layout(table, group, rank).nbytes for group in groups}
+        nbytes = max(self._group_nbytes.values(), default=0)
         if self._config.zero_copy:
-            _refuse_blocks(table, rank)
-        self._live_layouts = {
-            group: (
-                [i for i, place in layout.places.items() if place.nbytes],
-                *extents(table, group, rank),
-            )
-            for group, layout in layouts.items()
-            if self._config.zero_copy
-        }
-        nbytes = 0 if self._config.zero_copy else max(self._group_nbytes.values(), default=0)
-        if self._agent is not None and nbytes <= self._slots.slot_nbytes:
+            self._live_layouts = {group: LiveLayout.of(table, group, rank) for group in groups}
+            nbytes = 0
+        if self._agent is not None and nbytes <= self._pool.slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
         agent = Agent(f"sender-{rank}", self._fabric.options, self.counters)
         try:
-            count = self._turns + self._config.max_retired_slots
-            slots = Slots(agent, count, nbytes, self._device)
-            words = Words(agent, count)
+            turns, spare = 2 if self._context.overlap else 1, self._config.max_retired_slots
+            pool = SlotPool(agent, turns, spare, nbytes, self._device)
             info = SenderInfo(
                 session=self._context.session_id,
                 agent=agent.name,
@@ -115,8 +106,8 @@ class NixlSender(SenderTransport):
                 endpoint=describe_endpoint(self._device),
                 direction=self._config.direction,
                 unsafe_pull=self._config.unsafe_pull,
-                arena=slots.describe(),
-                words=words.address,
+                arena=pool.slots.describe(),
+                words=pool.words.address,
                 zero_copy=self._config.zero_copy,
             )
         except BaseException:
@@ -126,9 +117,7 @@ class NixlSender(SenderTransport):
         if self._config.zero_copy:
             most = _LIVE_COPIES * sum(self._group_nbytes.values()) + _LIVE_SLACK
             self._live = LiveMemory(agent, most)
-        self._agent, self._slots, self._words, self._info = agent, slots, words, info
-        self._pool = [Slot(index) for index in range(count)]
-        self._turn = list(range(self._turns))
+        self._agent, self._pool, self._info = agent, pool, info
 
     def describe(self) -> bytes:
         return self._discovery.put(
@@ -175,6 +164,8 @@ class NixlSender(SenderTransport):
         if reader is None:
             reader = Reader(who, receiver_id, rank, info)
             self._known[info.agent] = reader
+        elif reader.broken:
+            self._reconnect(reader)
         reader.info = info
         reader.groups = frozenset(info.reads.get(self._context.rank, ()))
         if reader.groups:
@@ -187,19 +178,33 @@ class NixlSender(SenderTransport):
                 who=who,
             )
             if reader.route.push and reader.writes is None:
-                reader.writes = Writes(who, info, agent, self._slots, self._group_nbytes)
+                reader.writes = Writes(who, info, agent, self._pool.slots, self._group_nbytes)
         return reader
+
+    def _reconnect(self, reader: Reader) -> None:
+        """Meet a reader anew whose connection broke, and that lives; its plan is kept."""
+        if reader.writes is not None:
+            if reader.writes.in_flight:
+                return
+            reader.writes.release()
+        self._agent_().remove(reader.agent)
+        reader.heard = 0  # what it was told last may not have arrived
+        reader.broken = False
 
     def _forget_gone(self) -> None:
         """Forget agents that are no more, so that joins and leaves leave nothing behind."""
-        present = {(reader.receiver_id, reader.rank) for reader in self._readers.values()}
+        present = {(reader.receiver_id, reader.rank): reader for reader in self._readers.values()}
         for name, reader in list(self._known.items()):
             if name in self._readers:
                 continue
-            replaced = (reader.receiver_id, reader.rank) in present
+            successor = present.get((reader.receiver_id, reader.rank))
+            replaced = successor is not None and not self._pool.may_touch(name)
             under_way = reader.writes is not None and reader.writes.in_flight
-            if not under_way and (reader.is_gone or (replaced and not self._may_touch(name))):
-                self._forget(reader)
+            if under_way or not (reader.is_gone or replaced):
+                continue
+            self._forget(reader)
+            if successor is not None and not reader.said_bye:
+                self._tell(successor, Forgot(self._policy, name))
 
     def _forget(self, reader: Reader) -> None:
         self._known.pop(reader.agent, None)
@@ -212,28 +217,29 @@ class NixlSender(SenderTransport):
 
     def slot(self, group: int, nbytes: int) -> Tensor | None:
         del group
-        slot = self._current()
+        slot = self._pool.of_turn(self._sequence)
         self._await_credits(slot)
         if self._live is not None:
             slot.outstanding = {}  # the tensors are the trainer's: the word tells who is late
-            self._words[slot.index] = 0
+            self._pool.open(slot)
             return None
         if slot.outstanding:
             slot = self._replace(slot)
-        # Whoever still reads the slot sees that it moved, and discards what it has.
-        self._words[slot.index] = 0
-        return self._slots.slot(slot.index, nbytes)
+        self._pool.open(slot)
+        return self._pool.slots.slot(slot.index, nbytes)
 
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
-        slot = self._current()
+        slot = self._pool.of_turn(self._sequence)
         self._sequence += 1
         self._generation += 1
-        slot.group, slot.generation = group, self._generation
         slot.outstanding = {}
-        live = self._live_group(group, tensors) if self._live is not None else None
-        if self._uses_cuda(live):
+        live: LiveGroup | None = None
+        if self._live is not None:
+            live, served = self._live_layouts[group].find(group, tensors)
+            self._live.add(served)
+        if (self._device.type if live is None else live.device) == "cuda":
             torch.cuda.synchronize()
-        self._words[slot.index] = slot.generation
+        self._pool.seal(slot, group, self._generation)
         sealed = encode(seal)
         for reader in self._of_group(group):
             if self._has_given_up(reader):
@@ -253,50 +259,18 @@ class NixlSender(SenderTransport):
                     )
                 )
                 continue
-            announced = Announced(
-                self._policy,
-                group,
-                slot.index,
-                slot.generation,
-                sealed,
-                None if live is None else self._for(reader, live),
-            )
+            told: Live | None = None
+            if live is not None and self._live is not None:
+                told = live.told(self._live.batches[reader.heard :])
+                reader.heard = len(self._live.batches)
+            announced = Announced(self._policy, group, slot.index, slot.generation, sealed, told)
             try:
                 self._agent_().notify(reader.agent, encode(announced), reader.who)
             except PeerLost as error:
+                reader.broken = True
                 del slot.outstanding[reader.agent]
                 self._miss(reader, error)
         self._poll()
-
-    def _live_group(self, group: int, tensors: Mapping[int, Tensor]) -> LiveGroup:
-        """Where the tensors lie, registered."""
-        assert self._live is not None  # noqa: S101 - zero_copy
-        order, begins, nbytes = self._live_layouts[group]
-        served = [tensors[i] for i in order]
-        devices = {tensor.device for tensor in served}
-        if len(devices) > 1:
-            raise ConfigError(
-                f"nixl option zero_copy: group {group} lies on {len(devices)} devices "
-                f"({', '.join(sorted(map(str, devices)))}): use zero_copy=False"
-            )
-        self._live.add(served)
-        device = next(iter(devices), torch.device("cpu"))
-        return LiveGroup(
-            begins,
-            nbytes,
-            np.array([tensor.data_ptr() for tensor in served], dtype=np.uint64),
-            device.type,
-            0 if device.type == "cpu" else device.index,
-        )
-
-    def _for(self, reader: Reader, live: LiveGroup) -> Live:
-        assert self._live is not None  # noqa: S101 - zero_copy
-        news = tuple(self._live.batches[reader.heard :])
-        reader.heard = len(self._live.batches)
-        return Live(live.bases.astype("<u8").tobytes(), live.device, live.device_id, news)
-
-    def _uses_cuda(self, live: LiveGroup | None) -> bool:
-        return (self._device.type if live is None else live.device) == "cuda"
 
     def settle(self) -> None:
         if self._live is not None:
@@ -306,13 +280,12 @@ class NixlSender(SenderTransport):
         self._await_all()
         if self._live is not None:
             # The source may change from here on: a reader that is late sees that it did.
-            for slot in self._pool:
-                self._words[slot.index] = 0
+            self._pool.open_all()
         self._readers = {}
 
     def _await_all(self) -> None:
-        for turn in range(self._turns):
-            self._await_credits(self._pool[self._turn[turn]])
+        for slot in self._pool.in_turn:
+            self._await_credits(slot)
 
     def lose(self, receiver_id: str) -> None:
         self._lost.add(receiver_id)
@@ -322,19 +295,16 @@ class NixlSender(SenderTransport):
         if self._agent is None:
             return
         if self._live is not None:
-            for slot in self._pool:
-                self._words[slot.index] = 0
+            self._pool.open_all()
         # Slots keep who may still touch them: they aren't filled again before that is over.
         for delivery in list(self._deliveries):
             if not delivery.started:
                 self._drop(delivery)
         for reader in self._readers.values():
             under_way = reader.writes is not None and reader.writes.in_flight
-            message = encode(Aborted(self._policy, in_flight=under_way))
             if not under_way:
                 reader.told_over = self._policy
-            with contextlib.suppress(WeightWireError):
-                self._agent.notify(reader.agent, message, reader.who)
+            self._tell(reader, Aborted(self._policy, in_flight=under_way))
         self._readers = {}
 
     def close(self) -> None:
@@ -342,9 +312,6 @@ class NixlSender(SenderTransport):
         self._discovery.close()
 
     # ---------------------------------------------------------------------- waiting
-
-    def _current(self) -> Slot:
-        return self._pool[self._turn[self._sequence % self._turns]]
 
     def _of_group(self, group: int) -> list[Reader]:
         """Those who want something of it, and aren't lost."""
@@ -379,13 +346,7 @@ class NixlSender(SenderTransport):
 
         def free() -> Slot | None:
             self._poll()
-            if not self._still_touching(slot):
-                return slot
-            used = {self._turn[turn] for turn in range(self._turns)} - {slot.index}
-            for other in self._pool:
-                if other.index not in used and not self._still_touching(other):
-                    return other
-            return None
+            return self._pool.untouched(slot)
 
         chosen = self._context.watch.until(
             free,
@@ -393,24 +354,13 @@ class NixlSender(SenderTransport):
             f"{self._config.max_retired_slots}), and no sign that it is over",
             lambda: sorted({r.who for s in self._pool for r in s.outstanding.values()}),
         )
-        self._turn[self._sequence % self._turns] = chosen.index
+        self._pool.use(self._sequence, chosen)
         return chosen
-
-    def _still_touching(self, slot: Slot) -> bool:
-        for name, reader in list(slot.outstanding.items()):
-            if reader.is_gone:
-                del slot.outstanding[name]
-        return bool(slot.outstanding)
-
-    def _may_touch(self, agent: str) -> bool:
-        return any(agent in slot.outstanding for slot in self._pool)
 
     def _release_slots(self, reader: Reader) -> None:
         """It reads none of them any more; what is being written to it stays."""
         busy = {d.slot for d in self._deliveries if d.agent == reader.agent and d.in_flight}
-        for slot in self._pool:
-            if slot.index not in busy:
-                slot.outstanding.pop(reader.agent, None)
+        self._pool.release(reader.agent, but=busy)
 
     def _has_given_up(self, reader: Reader) -> bool:
         """Whether it takes part no more; raises unless the version goes on without it."""
@@ -456,8 +406,10 @@ class NixlSender(SenderTransport):
             delivery.advance()
         except PeerLost as error:
             self._drop(delivery)
-            if reader is not None and not unwanted:
-                self._miss(reader, error)
+            if reader is not None:
+                reader.broken = True
+                if not unwanted:
+                    self._miss(reader, error)
             return
         if delivery.done:
             self._drop(delivery)
@@ -465,7 +417,7 @@ class NixlSender(SenderTransport):
     def _drop(self, delivery: Delivery) -> None:
         """A delivery is over: its slot is free of it."""
         self._deliveries.remove(delivery)
-        self._pool[delivery.slot].outstanding.pop(delivery.agent, None)
+        self._pool.written(delivery.slot, delivery.agent)
 
     def _tell_over(self, reader: Reader) -> None:
         """A reader that gave up uses its memory again once nothing is written there."""
@@ -473,16 +425,20 @@ class NixlSender(SenderTransport):
             return
         if not any(delivery.agent == reader.agent for delivery in self._deliveries):
             reader.told_over = reader.gave_up
-            with contextlib.suppress(WeightWireError):
-                self._agent_().notify(reader.agent, encode(Over(reader.gave_up)), reader.who)
+            self._tell(reader, Over(reader.gave_up))
+
+    def _tell(self, reader: Reader, message: Message) -> None:
+        """Signal what only helps a reader to go on sooner."""
+        try:
+            self._agent_().notify(reader.agent, encode(message), reader.who)
+        except WeightWireError:
+            reader.broken = True
 
     def _hear(self, reader: Reader, payload: bytes) -> None:
         message = read_message(payload, reader.who)
         match message:
             case Credit():
-                for slot in self._pool:
-                    if slot.generation == message.generation:
-                        slot.outstanding.pop(reader.agent, None)
+                self._pool.credit(reader.agent, message.generation)
             case GaveUp():
                 reader.gave_up = message.policy
                 if not message.in_flight:
@@ -518,12 +474,7 @@ class NixlSender(SenderTransport):
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        late = {
-            (reader.agent, slot.generation): reader
-            for slot in self._pool
-            for reader in slot.outstanding.values()
-        }
-        slots, words, live = self._slots, self._words, self._live
+        late, pool, live = self._pool.late, self._pool, self._live
         self._live = None
         known, policy = dict(self._known), self._policy
 
@@ -532,8 +483,10 @@ class NixlSender(SenderTransport):
             with contextlib.suppress(WeightWireError):
                 signals = agent.drain()
             for name, messages in signals.items():
-                for payload in messages:
-                    for key in [key for key in late if _frees(payload, *key, name)]:
+                for message in map(readable, messages):
+                    if isinstance(message, Bye) and name in known:
+                        known[name].said_bye = True  # it needs no goodbye of ours
+                    for key in [key for key in late if key[0] == name and _frees(message, key[1])]:
                         del late[key]
             return not agent.in_flight and all(reader.is_gone for reader in late.values())
 
@@ -546,7 +499,7 @@ class NixlSender(SenderTransport):
             agent.close()
             del memory[:]
 
-        memory: list[object] = [slots, words, live]  # alive as long as the agent
+        memory: list[object] = [pool, live]  # alive as long as the agent
         if is_over():
             release()
         else:
@@ -556,25 +509,13 @@ class NixlSender(SenderTransport):
         self.path = ""
 
 
-def _refuse_blocks(table: TensorTable, rank: int) -> None:
-    for entry in table.tensors:
-        if entry.blocks > 1 and any(shard.owner == rank for shard in entry.shards):
-            raise ConfigError(
-                f"nixl option zero_copy: tensor {entry.name!r} must be staged in "
-                f"{entry.blocks} blocks of columns: use zero_copy=False"
-            )
-
-
-def _frees(payload: bytes, agent: str, generation: int, sender: str) -> bool:
-    """Whether a signal of ``sender`` says that this agent reads this generation no more."""
-    if agent != sender:
-        return False
-    with contextlib.suppress(TransferError):
-        match read_message(payload, agent):
-            case Credit() as credit:
-                return credit.generation == generation
-            case GaveUp() as told:
-                return not told.in_flight
-            case Over() | Bye():
-                return True
+def _frees(message: Message | None, generation: int) -> bool:
+    """Whether a signal says that its sender reads this generation no more."""
+    match message:
+        case Credit():
+            return message.generation == generation
+        case GaveUp():
+            return not message.in_flight
+        case Over() | Bye():
+            return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ __all__ = [
     "Announced",
     "Bye",
     "Credit",
+    "Forgot",
     "GaveUp",
     "Granted",
     "Live",
@@ -29,6 +31,7 @@ __all__ = [
     "decode",
     "encode",
     "read_message",
+    "readable",
 ]
 
 MAX_SLOTS = 128
@@ -196,12 +199,22 @@ class Over(_Message, frozen=True, tag="over"):
     """Nothing of this version is under way any more between the two."""
 
 
+class Forgot(_Message, frozen=True, tag="forgot"):
+    """Owner to reader: whom the reader's new agent replaces isn't known here any more.
+
+    Attributes:
+        agent: its name; nothing is under way to its memory.
+    """
+
+    agent: _Name
+
+
 class Bye(_Message, frozen=True, tag="bye"):
     """This agent closes."""
 
 
 Message: TypeAlias = (
-    Announced | Credit | PlanPart | Granted | Written | Aborted | GaveUp | Over | Bye
+    Announced | Credit | PlanPart | Granted | Written | Aborted | GaveUp | Over | Forgot | Bye
 )
 
 _messages = msgspec.msgpack.Decoder(Message)
@@ -221,6 +234,13 @@ def read_message(payload: bytes, who: str) -> Message:
             f"{who} sent a signal that can't be read ({error}): run one weightwire version on "
             "both sides"
         ) from error
+
+
+def readable(payload: bytes) -> Message | None:
+    """What a notification says; None where it says nothing that this version knows."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        return _messages.decode(payload)
+    return None
 
 
 def decode(payload: bytes, kind: type[T], who: str) -> T:

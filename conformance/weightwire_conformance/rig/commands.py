@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -39,15 +40,34 @@ class _Member:
     placed: Placed | None = None
 
 
+class Clock(threading.local):
+    """Of each thread: commands may run beside each other.
+
+    Attributes:
+        seconds: None where the command made no such call.
+    """
+
+    seconds: float | None = None
+
+
+def _now() -> float:
+    """This thread's clock, which stands still while it waits for a processor.
+
+    What a busy machine does to a call isn't the library's fault.
+    """
+    waited = Path("/proc/thread-self/schedstat").read_text().split()[1]
+    return time.monotonic() - int(waited) * 1e-9
+
+
 class Commands:
     """One method ``do_NAME`` for each command, called with its JSON arguments.
 
     Attributes:
-        seconds: that the library's own call took, in commands that make one.
+        clock: how long the library's own call took on this thread.
     """
 
     def __init__(self, tell: Callable[..., None]) -> None:
-        self.seconds: float | None = None
+        self.clock = Clock()
         self._tell = tell
         self._points = Points(lambda point: tell(event="at", point=point))
         self._instrumented: set[str] = set()
@@ -88,11 +108,11 @@ class Commands:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         self._noted = ""
-        began = time.monotonic()
+        began = _now()
         try:
             yield
         finally:
-            self.seconds = time.monotonic() - began
+            self.clock.seconds = _now() - began
 
     @property
     def _member(self) -> _Member:

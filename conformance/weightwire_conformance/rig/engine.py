@@ -24,6 +24,16 @@ def main(session: str, backend: dict[str, object]) -> None:
     if len(sys.argv) > 3:
         _train(session, backend)
         return
+    # It imports as much as an engine does, and waits for its receiver: meanwhile.
+    trainer = subprocess.Popen([sys.executable, "-m", __spec__.name, *sys.argv[1:3], "train"])
+    try:
+        _follow(session, backend, trainer)
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+def _follow(session: str, backend: dict[str, object], trainer: subprocess.Popen[bytes]) -> None:
     from weightwire_vllm import inprocess
     from weightwire_vllm.compare import comparable_engines, compare, snapshot
     from weightwire_vllm.models import save_checkpoint, tiny_model
@@ -38,16 +48,11 @@ def main(session: str, backend: dict[str, object]) -> None:
         llm = inprocess.build_engine(Path(directory) / "a", dtype="bfloat16")
         before = compare(inprocess.on_model(llm, snapshot), cold)
         target = VllmTarget(inprocess.on_model(llm, lambda m: m), inprocess.vllm_config(llm))
-        trainer = subprocess.Popen([sys.executable, "-m", __spec__.name, *sys.argv[1:3], "train"])
-        try:
-            with weightwire.open_receiver(
-                backend, session=session, target=target, receiver_id="engine", timeout=_SECONDS
-            ) as receiver:
-                report = receiver.receive()
-            code = trainer.wait(_SECONDS)
-        finally:
-            trainer.kill()
-            trainer.wait()
+        with weightwire.open_receiver(
+            backend, session=session, target=target, receiver_id="engine", timeout=_SECONDS
+        ) as receiver:
+            report = receiver.receive()
+        code = trainer.wait(_SECONDS)
         after = compare(inprocess.on_model(llm, snapshot), cold)
         inprocess.stop_engine(llm)
     good = code == 0 and not before.equal and after.equal

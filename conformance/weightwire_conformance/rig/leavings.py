@@ -19,7 +19,7 @@ __all__ = ["Leavings", "shared_files", "usage"]
 
 _SHM = "/dev/shm/"  # noqa: S108 - looked at, not written to
 _LISTENING = "0A"
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 5.0  # spent only where something is left
 _LOOKS = 5
 
 

@@ -51,7 +51,7 @@ PLACEMENTS: Mapping[str, Placement] = {
 
 
 PRELOAD = ("torch.distributed.tensor", "torch._dynamo")
-"""What making a DTensor imports, which takes a second."""
+"""What making a DTensor or recording a conversion imports, which takes seconds."""
 MEETING_SECONDS = 30.0
 """In which all ranks of a trainer have found each other."""
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Pool:
     """Workers of one run.
 
     A worker serves one backend all its life: what a transport's library keeps in
-    a process can't disturb another backend.
+    a process can't disturb another backend.  Scenarios may take them from several threads.
 
     Args:
         patience: seconds to wait for any answer of a worker.
@@ -38,6 +39,7 @@ class Pool:
         self.directory = Path(tempfile.mkdtemp(prefix="weightwire-conformance-"))
         self._address = str(self.directory / "workers")
         self._count = itertools.count()
+        self._lock = threading.Lock()
         self._idle: dict[str, list[Worker]] = {}
         self._loaded: set[str] = set()
         log = self.directory / "first.log"
@@ -65,33 +67,38 @@ class Pool:
 
     def take(self, backend: str, *, fresh: bool = False) -> Worker:
         """A worker for this backend; warm when there is one, unless it is to be ``fresh``."""
-        idle = self._idle.setdefault(backend, [])
-        while idle and not fresh:
-            worker = idle.pop()
-            if not worker.dead:
-                return worker
+        with self._lock:
+            idle = [] if fresh else self._idle.get(backend, [])
+            while idle:
+                worker = idle.pop()
+                if not worker.dead:
+                    return worker
         log = self.directory / f"worker-{next(self._count)}.log"
         return Worker(self._address, log, self.patience, fresh=fresh)
 
     def preload(self, *modules: str) -> None:
         """Import modules once, for all workers that are forked from now on."""
-        for module in modules:
-            if module not in self._loaded:
-                with posix.local_socket() as connection:
-                    connection.connect(self._address)
-                    connection.sendall(f"import {module}\n".encode())
-                    connection.settimeout(_IMPORT_SECONDS)
-                    connection.recv(1)  # closed when it is done
-                self._loaded.add(module)
+        with self._lock:
+            for module in modules:
+                if module not in self._loaded:
+                    with posix.local_socket() as connection:
+                        connection.connect(self._address)
+                        connection.sendall(f"import {module}\n".encode())
+                        connection.settimeout(_IMPORT_SECONDS)
+                        connection.recv(1)  # closed when it is done
+                    self._loaded.add(module)
 
     def give_back(self, backend: str, worker: Worker) -> None:
         worker.forget()
         worker.patience = self.patience
-        self._idle[backend].append(worker)
+        with self._lock:
+            self._idle.setdefault(backend, []).append(worker)
 
     def end(self, backend: str) -> None:
         """No more scenarios of this backend."""
-        for worker in self._idle.pop(backend, []):
+        with self._lock:
+            idle = self._idle.pop(backend, [])
+        for worker in idle:
             worker.discard()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -50,7 +51,7 @@ class _Output:
 
 def _run(commands: Commands, output: _Output, message: dict[str, Any]) -> None:
     began = time.monotonic()
-    commands.seconds = None
+    commands.clock.seconds = None
     try:
         result = commands.run(message["do"], message["args"])
         answer = {"id": message["id"], "result": result}
@@ -59,7 +60,7 @@ def _run(commands: Commands, output: _Output, message: dict[str, Any]) -> None:
         answer = {"id": message["id"], "error": names, "message": str(error)}
         if not isinstance(error, WeightWireError | KeyboardInterrupt):
             traceback.print_exc()
-    seconds = commands.seconds
+    seconds = commands.clock.seconds
     output.write(seconds=time.monotonic() - began if seconds is None else seconds, **answer)
 
 
@@ -103,6 +104,7 @@ def _become_worker(connection: socket.socket, log: str) -> None:
 def main(address: str) -> None:
     """Serve the socket ``address``: ``log PATH`` forks a worker, ``import NAME`` imports here."""
     registry()
+    _settle()
     posix.collect_children(at_once=True)
     listener = posix.local_socket()
     listener.bind(address)
@@ -116,6 +118,7 @@ def main(address: str) -> None:
         if what == "import":
             with connection, contextlib.suppress(ImportError):  # a worker says so when it tries
                 importlib.import_module(rest)
+                _settle()
             continue
         if posix.fork() == 0:
             # Even a stopped worker ends with this process, and this one with the run.
@@ -125,6 +128,12 @@ def main(address: str) -> None:
             listener.close()
             _become_worker(connection, rest)
         connection.close()
+
+
+def _settle() -> None:
+    """What is imported stays: a worker that looks for leavings needn't go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _first_line(connection: socket.socket) -> str:

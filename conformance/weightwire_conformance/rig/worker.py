@@ -88,6 +88,10 @@ class Call:
             raise RemoteError(answer["error"], answer["message"], answer["seconds"])
         return answer["result"]
 
+    def seconds(self) -> float:
+        """How long the library's call took, once it has ended."""
+        return float(self.worker.answer(self)["seconds"])
+
     def error(self) -> RemoteError:
         """The error of weightwire's tree that the call must end with."""
         try:

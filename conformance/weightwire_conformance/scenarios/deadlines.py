@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from weightwire_conformance.rig import Fleet
-from weightwire_conformance.rig.fleet import in_time
+from weightwire_conformance.rig.fleet import in_time, took_at_most
 from weightwire_conformance.scenario import scenario
 
 __all__: list[str] = []
@@ -35,13 +35,14 @@ def a_send_that_nobody_answers_ends_in_time(fleet: Fleet) -> None:
 @scenario
 def a_stalled_sender_doesnt_hold_its_receivers(fleet: Fleet) -> None:
     sender, replica = fleet.sender(), fleet.receiver()
+    deadline = fleet.deadline(1.0)
     sender.arm("sender.put", after=1)
     sending = sender.start("send", version=1)
-    receiving = replica.start("receive", timeout=1.0)
+    receiving = replica.start("receive", timeout=deadline)
     sender.first.until_at("sender.put")
     error = receiving.error()
     assert "TransferTimeout" in error.kinds, error
-    in_time(error, 1.0)
+    in_time(error, deadline)
     replica.must_be_whole()
     sender.first.release("sender.put")
     sending.outcome()
@@ -54,13 +55,14 @@ def a_stalled_sender_doesnt_hold_its_receivers(fleet: Fleet) -> None:
 @scenario
 def a_stalled_receiver_doesnt_hold_its_sender(fleet: Fleet) -> None:
     sender, replica = fleet.sender(), fleet.receiver()
+    deadline = fleet.deadline(1.0)
     replica.arm("receiver.fetch", after=1)
-    sending = sender.start("send", version=1, wait="applied", timeout=1.0)
+    sending = sender.start("send", version=1, wait="applied", timeout=deadline)
     receiving = replica.start("receive")
     replica.first.until_at("receiver.fetch")
     error = sending.error()
     assert "TransferTimeout" in error.kinds, error
-    in_time(error, 1.0)
+    in_time(error, deadline)
     replica.first.release("receiver.fetch")
     receiving.outcome()
     replica.must_be_whole()
@@ -96,5 +98,6 @@ def closing_ends_a_call_that_waits_for_bytes(fleet: Fleet) -> None:
     error = receiving.error()
     closing.result()
     assert "WeightWireError" in error.kinds, f"not translated: {error}"
-    in_time(error, _CLOSING_SECONDS)
+    assert "TransferTimeout" not in error.kinds, f"ended by its deadline only: {error}"
+    took_at_most(closing.seconds(), _CLOSING_SECONDS, "close()")
     sender.first.release("sender.put")

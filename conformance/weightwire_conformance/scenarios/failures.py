@@ -21,13 +21,16 @@ def told(error: RemoteError) -> None:
     assert "TransferTimeout" not in error.kinds, f"found out by its deadline only: {error}"
 
 
-def settles(fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version: int) -> None:
-    """A replica whose sender is gone ends whole, and takes ``version`` from the next one.
+def settles(
+    fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version: int, *others: Side
+) -> None:
+    """A replica whose version was aborted ends whole, and takes ``version``, as others do.
 
-    Its call may end in an error, with the version that was under way, or with
-    the next sender's.
+    Its call may end in an error, with the version that was under way, or, where it never
+    saw that, with the next one.
     """
     sending = sender.start("send", version=version, wait="applied")
+    theirs = [other.start("receive", minimum=version) for other in others]
     error = receiving.outcome()
     if error is not None:
         told(error)
@@ -35,7 +38,10 @@ def settles(fleet: Fleet, replica: Side, receiving: Calls, sender: Side, version
     if replica.version != version:
         replica.receive(minimum=version)
     sending.results()
-    replica.must_hold(version)
+    for calls in theirs:
+        calls.results()
+    for side in (replica, *others):
+        side.must_hold(version)
 
 
 @scenario(
@@ -78,8 +84,9 @@ def a_version_that_ends_as_it_begins_is_given_up_on_both_sides(
     sender, replica = fleet.sender(overlap=overlap), fleet.receiver(overlap=overlap)
     fleet.exchange(sender, 1, replica)
     (replica if side == "receiver" else sender).arm(point, "raise")
-    sending = sender.start("send", version=2, wait="applied", timeout=_SHORT_SECONDS)
-    receiving = replica.start("receive", timeout=_SHORT_SECONDS)
+    deadline = fleet.deadline(_SHORT_SECONDS)
+    sending = sender.start("send", version=2, wait="applied", timeout=deadline)
+    receiving = replica.start("receive", timeout=deadline)
     errors = {"sender": sending.error(), "receiver": receiving.error()}
     assert errors[side].kind == "PlannedFailure", errors[side]
     replica.must_be_whole()
@@ -95,11 +102,7 @@ def one_receivers_failure_doesnt_harm_the_others(fleet: Fleet) -> None:
     receiving = good.start("receive")
     bad.start("receive").error()
     told(sending.error())
-    error = receiving.outcome()
-    if error is not None:
-        told(error)
-    good.must_be_whole()
-    fleet.exchange(sender, 2, good, bad)
+    settles(fleet, good, receiving, sender, 2, bad)
 
 
 @scenario(
@@ -150,13 +153,13 @@ def a_killed_sender_is_missed(fleet: Fleet, point: str, after: int = 0) -> None:
     settles(fleet, replica, receiving, fleet.sender(), 3)
 
 
-def ends_with_its_rank(side: Side, calls: Calls, victim: int) -> None:
+def ends_with_its_rank(side: Side, calls: Calls, victim: int, deadline: float) -> None:
     """The siblings of a killed rank are told by their deadline, and can close."""
     for rank, call in enumerate(calls.calls):
         if rank != victim:
             error = call.error()
             assert "TransferError" in error.kinds, f"not translated: {error}"
-            in_time(error, _SHORT_SECONDS)
+            in_time(error, deadline)
             side.workers[rank].call("close")
 
 
@@ -189,15 +192,16 @@ def a_killed_inference_rank_ends_the_version_for_its_replica(
     """Its sibling and the sender hear of it by their deadline; the next replica is served."""
     sender, replica = fleet.sender(), fleet.receiver(ranks=2)
     dies, lives = replica.workers[victim], replica.workers[1 - victim]
+    deadline = fleet.deadline(_SHORT_SECONDS)
     dies.arm(point, after=after)
-    sending = sender.start("send", version=1, wait="applied", timeout=_SHORT_SECONDS)
-    receiving = replica.start("receive", timeout=_SHORT_SECONDS)
+    sending = sender.start("send", version=1, wait="applied", timeout=deadline)
+    receiving = replica.start("receive", timeout=deadline)
     dies.until_at(point)
     dies.kill()
     error = sending.error()
     assert "TransferError" in error.kinds, error
-    in_time(error, _SHORT_SECONDS)
-    ends_with_its_rank(replica, receiving, victim)
+    in_time(error, deadline)
+    ends_with_its_rank(replica, receiving, victim, deadline)
     assert lives.call("version") is None, "a version that a rank doesn't hold is claimed"
     fleet.exchange(sender, 2, fleet.receiver(ranks=2))
 
@@ -216,12 +220,13 @@ def a_killed_trainer_rank_ends_the_version_for_everybody(
     sender, replica = fleet.sender(ranks=2), fleet.receiver()
     fleet.exchange(sender, 1, replica)
     dies = sender.workers[victim]
+    deadline = fleet.deadline(_SHORT_SECONDS)
     dies.arm(point)
-    sending = sender.start("send", version=2, timeout=_SHORT_SECONDS)
+    sending = sender.start("send", version=2, timeout=deadline)
     receiving = replica.start("receive")
     dies.until_at(point)
     dies.kill()
-    ends_with_its_rank(sender, sending, victim)
+    ends_with_its_rank(sender, sending, victim, deadline)
     settles(fleet, replica, receiving, fleet.sender(ranks=2), 3)
 
 

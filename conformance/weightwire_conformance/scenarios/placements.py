@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightwire_conformance.rig import Fleet
+from weightwire_conformance.rig.placements import PRELOAD
 from weightwire_conformance.rig.worker import gather
 from weightwire_conformance.scenario import scenario
 
@@ -29,6 +30,7 @@ _REPLICAS: dict[str, dict[str, Any]] = {
 
 
 @scenario(
+    imports=PRELOAD,
     cases={
         f"{placement}-of-{trainers}-to-{name}": {
             "placement": placement,
@@ -38,7 +40,7 @@ _REPLICAS: dict[str, dict[str, Any]] = {
         for placement, sizes in _TRAINERS.items()
         for trainers in sizes
         for name, replica in _REPLICAS.items()
-    }
+    },
 )
 def uneven_shards_arrive_whole(
     fleet: Fleet, placement: str, trainers: int, ranks: int, holds: str | None = None

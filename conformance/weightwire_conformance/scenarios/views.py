@@ -9,17 +9,19 @@ import subprocess
 import sys
 
 from weightwire_conformance.rig import Fleet
+from weightwire_conformance.rig.placements import PRELOAD
 from weightwire_conformance.scenario import scenario
 
 __all__: list[str] = []
 
 
 @scenario(
+    imports=PRELOAD,
     cases={
         "one-trainer-rank": {"trainers": 1, "placement": None},
         "experts-over-three-ranks": {"trainers": 3, "placement": "rows"},
         "experts-cut-over-two-ranks": {"trainers": 2, "placement": "columns"},
-    }
+    },
 )
 def fused_experts_arrive_one_by_one(fleet: Fleet, trainers: int, placement: str | None) -> None:
     """The trainer's own conversion, recorded: each checkpoint tensor arrives, byte for byte."""
@@ -29,7 +31,7 @@ def fused_experts_arrive_one_by_one(fleet: Fleet, trainers: int, placement: str 
         fleet.exchange(sender, version, replica)
 
 
-@scenario
+@scenario(imports=PRELOAD)
 def fused_experts_reach_every_rank_of_a_replica(fleet: Fleet) -> None:
     sender = fleet.sender("fused", group_bytes=512)
     fleet.exchange(sender, 1, fleet.receiver(model="unfused", ranks=2))
@@ -37,7 +39,7 @@ def fused_experts_reach_every_rank_of_a_replica(fleet: Fleet) -> None:
 
 if importlib.util.find_spec("vllm") is not None:
 
-    @scenario
+    @scenario(long=True)
     def a_vllm_engine_follows_by_its_traced_loader(fleet: Fleet) -> None:
         """A tiny mixture of experts; the updated engine is a cold one, in every tensor."""
         fleet.patient(200)

@@ -12,11 +12,11 @@ __all__: list[str] = []
 _SECONDS = 3.0
 
 
-def ends(error: RemoteError | None) -> None:
+def ends(error: RemoteError | None, deadline: float) -> None:
     """Fail unless a call ended in an error of weightwire's tree by its deadline."""
     if error is not None:
         assert "WeightWireError" in error.kinds, f"not translated: {error}"
-        in_time(error, _SECONDS)
+        in_time(error, deadline)
 
 
 @scenario(need=receivers(2))
@@ -47,13 +47,14 @@ def a_killed_trainer_rank_holds_nobody(fleet: Fleet, rank: int) -> None:
     """The others' calls end by their deadline, and the next trainer serves the same receivers."""
     sender, replica = fleet.sender(ranks=2), fleet.receiver()
     fleet.exchange(sender, 1, replica)
+    deadline = fleet.deadline(_SECONDS)
     sender.workers[rank].arm("sender.put")
-    sending = sender.start("send", version=2, wait="applied", timeout=_SECONDS)
-    receiving = replica.start("receive", minimum=2, timeout=_SECONDS)
+    sending = sender.start("send", version=2, wait="applied", timeout=deadline)
+    receiving = replica.start("receive", minimum=2, timeout=deadline)
     sender.workers[rank].until_at("sender.put")
     sender.workers[rank].kill()
-    ends(sending.calls[1 - rank].error())
-    ends(receiving.outcome())
+    ends(sending.calls[1 - rank].error(), deadline)
+    ends(receiving.outcome(), deadline)
     replica.must_be_whole()
     sender.workers[1 - rank].call("close")
     fleet.exchange(fleet.sender(ranks=2), 3, replica)
@@ -64,14 +65,15 @@ def a_killed_inference_rank_holds_nobody(fleet: Fleet, rank: int) -> None:
     """Its replica doesn't claim the version, and the next replica gets one."""
     sender, replica = fleet.sender(ranks=2), fleet.receiver(ranks=2)
     fleet.exchange(sender, 1, replica)
+    deadline = fleet.deadline(_SECONDS)
     replica.workers[rank].arm("receiver.fetch")
-    sending = sender.start("send", version=2, wait="applied", timeout=_SECONDS)
-    receiving = replica.start("receive", minimum=2, timeout=_SECONDS)
+    sending = sender.start("send", version=2, wait="applied", timeout=deadline)
+    receiving = replica.start("receive", minimum=2, timeout=deadline)
     replica.workers[rank].until_at("receiver.fetch")
     replica.workers[rank].kill()
     survivor = replica.workers[1 - rank]
-    ends(receiving.calls[1 - rank].error())
-    ends(sending.error())
+    ends(receiving.calls[1 - rank].error(), deadline)
+    ends(sending.error(), deadline)
     assert survivor.call("version") is None, "a replica that lost a rank claims the version"
     survivor.call("close")
     fleet.exchange(sender, 3, fleet.receiver(ranks=2))

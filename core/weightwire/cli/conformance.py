@@ -49,6 +49,9 @@ def conformance(
     patience: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for any answer.", min=1)
     ] = 60.0,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", metavar="N", min=1, help="Scenarios at once.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.")
@@ -78,6 +81,8 @@ def conformance(
         if wanted
     ]
     arguments.append(f"--weightwire-patience={patience}")
+    if jobs is not None:
+        arguments.append(f"--weightwire-jobs={jobs}")
     if select:
         arguments += ["-k", select]
     for flag, path in (("--weightwire-html", html), ("--weightwire-markdown", markdown)):

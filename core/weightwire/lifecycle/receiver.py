@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 
 from weightwire.contract import Capabilities, Offer, Policy
-from weightwire.errors import Cancelled, ConfigError, PeerLost, SessionError, TransferError
+from weightwire.errors import (
+    Cancelled,
+    ConfigError,
+    PeerLost,
+    SessionError,
+    TableMismatch,
+    TransferError,
+    WeightWireError,
+)
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.lifecycle.history import (
     offer_of,
@@ -221,11 +229,17 @@ class ReceiverMachine:
                 return offer_of(self.session, policy) is not None
             return False
         while True:
-            if outcome_of(self.session, policy) is not None:
-                return False
+            outcome = outcome_of(self.session, policy)
             started = self.session.read(keys.version(policy, "started"), Started)
+            ours = started is not None and (
+                started.readers.get(self.receiver_id) == self.member.incarnation
+            )
+            if outcome is not None and ours and (failure := self.sender_failure(offer)):
+                raise failure  # it was aborted before we looked: we hear why all the same
+            if outcome is not None:
+                return False
             if started is not None:
-                if started.readers.get(self.receiver_id) == self.member.incarnation:
+                if ours:
                     return True
                 self._tried = policy  # it goes on without us
                 return False
@@ -334,16 +348,17 @@ class ReceiverMachine:
     def _write_status(self, status: Status) -> None:
         self.session.write(self.member.key("status"), status)
 
-    def sender_failure(self, offer: Offer) -> TransferError | None:
+    def sender_failure(self, offer: Offer) -> WeightWireError | None:
         """Why the sender won't complete a started offer, or None."""
         outcome = outcome_of(self.session, offer.policy)
         if outcome is not None and outcome.error is None:
             return None  # its bytes are all credited: the sender isn't needed any more
         if outcome is not None and outcome.error is not None:
-            return PeerLost(
-                f"the sender aborted {offer.policy}: {outcome.error.message}; "
-                "wait for its next version"
-            )
+            who = f"the sender aborted {offer.policy}"
+            error = outcome.error.to_error(who)
+            if isinstance(error, TableMismatch):
+                return error  # each side of a disagreement gets the same
+            return PeerLost(f"{who}: {outcome.error.message}; wait for its next version")
         sender = newest(self.session, "senders")
         if sender is None or sender.incarnation != offer.policy.incarnation:
             return PeerLost(

@@ -92,8 +92,7 @@ class SenderMachine:
         Raises:
             ConfigError: versions must rise; only an aborted one may be sent again.
         """
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**12:
-            raise ConfigError(f"version {version!r} isn't a whole number from 0 to 10**12 - 1")
+        keys.validate_version(version)
         resumed = self.member.record.resume_from
         if resumed is not None and version <= resumed:
             raise ConfigError(

@@ -40,6 +40,7 @@ __all__ = [
     "table",
     "validate_key",
     "validate_member_id",
+    "validate_version",
     "version",
 ]
 
@@ -57,6 +58,15 @@ def validate_member_id(member_id: str) -> str:
             "not starting with a dot"
         )
     return member_id
+
+
+def validate_version(number: int) -> int:
+    """Return a version number that keys hold in order, else raise ``ConfigError``."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 10**12:
+        raise ConfigError(
+            f"version {number!r} isn't a whole number from 0 to 10**12 - 1: pass an int"
+        )
+    return number
 
 
 def is_component(name: str) -> bool:

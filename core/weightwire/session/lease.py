@@ -8,15 +8,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weightwire.errors import PeerLost
 from weightwire.session import keys, process
 from weightwire.session.records import Closed, Lease, MemberRecord
 from weightwire.session.session import Session
 
-__all__ = ["LeaseKeeper", "LeaseObserver", "Member"]
+__all__ = ["Leader", "LeaseKeeper", "LeaseObserver", "Member"]
 
 log = logging.getLogger("weightwire.session")
 
 RENEWALS_PER_TTL = 4
+
+_LOOK_PAUSE = 0.25
+"""Seconds between two looks around, or a quarter of a lease that is shorter than that."""
+_LOOK_REST = 10.0
+"""A slow session is looked at less often: this many times the last look's own time apart."""
+
+
+_LAST_WORDS = 1.0
+"""Seconds for reading what a rank 0 that has gone has said last."""
 
 
 @dataclass(frozen=True)
@@ -76,35 +86,83 @@ class LeaseObserver:
         return (member.kind, member.incarnation) in self._confirmed
 
 
+class Leader:
+    """Rank 0 of a side, as its other ranks see it: it alone holds the side's lease."""
+
+    def __init__(self, observer: LeaseObserver, member: Member) -> None:
+        self._observer = observer
+        self._member = member
+        self._missing_since: float | None = None
+
+    def failure(self) -> PeerLost | None:
+        """Why it answers no more, or None.
+
+        One that failed says why before it leaves: whoever waits for it reads that first.
+        """
+        if self._observer.is_alive(self._member):
+            self._missing_since = None
+            return None
+        now = time.monotonic()
+        if self._missing_since is None:
+            self._missing_since = now
+        if now - self._missing_since < _LAST_WORDS:
+            return None
+        record = self._member.record
+        return PeerLost(
+            f"{record.member_id} rank 0 (process {record.pid} on {record.host}) is gone, or "
+            "stands still: restart all ranks"
+        )
+
+
 class LeaseKeeper:
-    """Renews one member's lease, and runs ``watch`` at the same pace.
+    """Renews one member's lease on a thread, and looks around on another.
+
+    A look reads the session, which may be slow; the lease doesn't wait for it.
 
     Args:
-        watch: looks for failures of others; what it raises ends in the log.
-        renew: False on ranks other than 0, which only watch.
+        look_around: looks for failures of others; what it raises ends in the log.
+        renew: False on ranks other than 0, which only look.
     """
 
     def __init__(
         self,
         session: Session,
         member: Member,
-        watch: Callable[[], None] | None = None,
+        look_around: Callable[[], None] | None = None,
         *,
         renew: bool = True,
     ) -> None:
         self._session = session
         self._member = member
-        self._renews = renew
-        self._watch = watch
         self._counter = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"weightwire-lease-{member.kind.replace('/', '-')}", daemon=True
-        )
+        self._pace = member.record.lease_ttl / RENEWALS_PER_TTL
+        name = member.kind.replace("/", "-")
+        self._renews = renew
+        self._threads = []
+        if renew:
+            self._threads.append(
+                threading.Thread(
+                    target=self._run,
+                    args=(self.renew, self._pace, 0.0),
+                    name=f"weightwire-lease-{name}",
+                    daemon=True,
+                )
+            )
+        if look_around is not None:
+            self._threads.append(
+                threading.Thread(
+                    target=self._run,
+                    args=(look_around, min(self._pace, _LOOK_PAUSE), _LOOK_REST),
+                    name=f"weightwire-watch-{name}",
+                    daemon=True,
+                )
+            )
 
     def start(self) -> None:
         self.renew()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def renew(self) -> None:
         """Raise the counter once."""
@@ -114,18 +172,20 @@ class LeaseKeeper:
         self._session.write(self._member.key("lease"), Lease(self._counter), durable=False)
 
     def stop(self) -> None:
-        """Stop and join the thread.  Idempotent."""
+        """Stop and join the threads.  Idempotent."""
         self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=30)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=30)
 
-    def _run(self) -> None:
-        pause = self._member.record.lease_ttl / RENEWALS_PER_TTL
-        while not self._stop.wait(pause):
+    def _run(self, work: Callable[[], None], pause: float, rest: float) -> None:
+        """Do ``work`` every ``pause`` seconds, or ``rest`` times as long after as it took."""
+        took = 0.0
+        while not self._stop.wait(max(pause, min(self._pace, rest * took))):
+            began = time.monotonic()
             try:
-                self.renew()
-                if self._watch is not None:
-                    self._watch()
+                work()
             except Exception as error:
                 # A store that is away for a moment must not end the lease for ever.
                 log.warning("lease of %s: %s", self._member.kind, error)
+            took = time.monotonic() - began

@@ -198,7 +198,7 @@ def enter(
     """Claim (rank 0) or join (other ranks) an incarnation, with its lease running.
 
     Args:
-        look_around: called on the lease's thread at each renewal, on every rank.
+        look_around: called several times a second on a thread of its own, on every rank.
     """
     if rank == 0:
         member = drive(
