@@ -1,13 +1,16 @@
 """Write the table of model families in docs/vllm.md from what their tests did.
 
-    python scripts/families_table.py results/families.json [more.json ...]
+    python scripts/families_table.py [--keep] results/families.json [more.json ...]
 
 Reads files that ``scripts/soak.py --out`` wrote; ``make families`` does both.  A family
-that no file has keeps no mark: a test that didn't run isn't a test that passed.
+that no file has gets no mark: a test that didn't run isn't a test that passed.  With
+``--keep`` it keeps the one that it has, and the line below the table names the commits
+of both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -20,24 +23,39 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 MARKS = {"passed": "✓", "failed": "FAILED", "skipped": "-"}
 
 
-def main(paths: list[str]) -> None:
-    reports = [json.loads(Path(path).read_text()) for path in paths]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", action="store_true", help="marks of tests that no file has")
+    parser.add_argument("files", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    reports = [json.loads(path.read_text()) for path in arguments.files]
     tests = {test["test"]: test for report in reports for test in report["tests"]}
+    head, _, rest = DOC.read_text().partition(BEGIN)
+    table, end, tail = rest.partition(END)
+    if not end:
+        sys.exit(f"{DOC} has no {BEGIN} and {END}")
+    kept = _cells(table) if arguments.keep else {}
     lines = [
         "| model | trace | replay | quantised | TP=2 | EP=2 | DP=2 |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind in FAMILIES:
-        lines.append(f"| `{kind}` | " + " | ".join(_row(kind, tests)) + " |")
-    text = DOC.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    if not tail and END not in text:
-        sys.exit(f"{DOC} has no {BEGIN} and {END}")
+        before = kept.get(kind) or [""] * 6
+        cells = [new or old for new, old in zip(_row(kind, tests), before, strict=True)]
+        lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
     commits = ", ".join(sorted({report["commit"][:9] for report in reports}))
-    note = f"`make families` at {commits}."
-    DOC.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n\n{note}\n{END}{tail}")
+    note = f"`make families` at {commits}"
+    earlier = re.search(r"`make families` at (.*)\.", table)
+    if kept and earlier is not None:
+        note += f"; what that run doesn't have, at {earlier[1]}"
+    DOC.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n\n{note}.\n{END}{tail}")
     print(f"wrote {DOC}")
+
+
+def _cells(table: str) -> dict[str, list[str]]:
+    """By family, the marks of a table that this script wrote."""
+    rows = (line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `"))
+    return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in rows}
 
 
 def _row(kind: str, tests: dict[str, dict[str, object]]) -> list[str]:
@@ -74,4 +92,4 @@ def _mark(test: dict[str, object] | None) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

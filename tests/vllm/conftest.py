@@ -223,6 +223,12 @@ def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
         stop()
 
 
+@pytest.fixture(params=("qwen3", "qwen3-tied", "qwen3_moe"), scope="session")
+def lab(request: pytest.FixtureRequest, labs: Callable[[str], Lab]) -> Lab:
+    """One kind after the other; pytest puts all modules' tests of a kind together."""
+    return labs(request.param)
+
+
 @pytest.fixture(scope="session")
 def payloads() -> Callable[..., Payload]:
     return payload

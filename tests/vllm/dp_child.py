@@ -12,39 +12,37 @@ import time
 from pathlib import Path
 
 from weightwire_vllm import inprocess
-from weightwire_vllm.compare import comparable_engines, snapshot
 
 
 def main(directory: Path) -> None:
-    with comparable_engines():
-        seen = {}
-        which = sys.argv[2]
-        llm = inprocess.build_engine(
-            directory / which, dtype="bfloat16", enable_expert_parallel=True
+    seen = {}
+    which = sys.argv[2]
+    # Data-parallel ranks have worker processes of their own.
+    llm = inprocess.build_engine(
+        directory / which,
+        dtype="bfloat16",
+        enable_expert_parallel=True,
+        worker_extension_cls="watched_worker.Watched",
+    )
+    (seen["before"],) = llm.collective_rpc("digest")
+    if which == "A":
+        inprocess.attach(
+            llm,
+            session=f"file://{directory / 'run'}",
+            backend="filesystem",
+            receiver_id="r",
+            timeout=60,
         )
-        seen["before"] = digest(llm)
-        if which == "A":
-            inprocess.attach(
-                llm,
-                session=f"file://{directory / 'run'}",
-                backend="filesystem",
-                receiver_id="r",
-                timeout=60,
-            )
-            inprocess.update(llm, version=1)
-            seen["after"] = digest(llm)
-        print("STATE " + json.dumps(seen), flush=True)
-        # The ranks of an engine leave together.
-        mine = directory / f"done{which}{os.environ['VLLM_DP_RANK']}"
-        mine.touch()
-        deadline = time.monotonic() + 60
-        while len(list(directory.glob(f"done{which}*"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        inprocess.update(llm, version=1)
+        (seen["after"],) = llm.collective_rpc("digest")
+    print("STATE " + json.dumps(seen), flush=True)
+    # The ranks of an engine leave together.
+    mine = directory / f"done{which}{os.environ['VLLM_DP_RANK']}"
+    mine.touch()
+    deadline = time.monotonic() + 60
+    while len(list(directory.glob(f"done{which}*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     os._exit(0)  # vLLM's data-parallel shutdown waits for a coordinator that isn't there
-
-
-def digest(llm) -> str:
-    return inprocess.on_model(llm, snapshot).encode().decode()
 
 
 if __name__ == "__main__":

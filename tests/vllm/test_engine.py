@@ -17,11 +17,6 @@ from weightwire_vllm.models import tiny_model
 from weightwire_vllm.plugin import register
 
 
-@pytest.fixture(params=["qwen3-tied", "qwen3_moe"], scope="module")
-def lab(request, labs):
-    return labs(request.param)
-
-
 @pytest.fixture
 def session(tmp_path):
     return f"file://{tmp_path / 'run'}"
@@ -33,7 +28,7 @@ def attached(lab, session):
         lab.llm, session=session, backend="filesystem", receiver_id="replica-0", timeout=20
     )
     yield lab
-    lab.llm.shutdown_weight_transfer_engine()
+    inprocess.detach(lab.llm)
 
 
 def send(session, model, version):
@@ -61,7 +56,8 @@ def test_engine_follows_the_trainer(attached, session):
         sender.send(version=2)
         inprocess.update(lab.llm, version=2)
         lab.is_("B")
-        assert lab.llm.get_weight_version() == "2"
+        if hasattr(lab.llm, "get_weight_version"):  # vLLM 0.26 knows no versions
+            assert lab.llm.get_weight_version() == "2"
     send(session, lab.models["A"], 3)
     inprocess.update(lab.llm)
     lab.is_("A")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from weightwire.errors import TraceError
+from weightwire_vllm import inprocess
 from weightwire_vllm.compare import reachable_tensors
 from weightwire_vllm.families import FAMILIES
 from weightwire_vllm.inprocess import on_model
@@ -18,16 +23,19 @@ QUANTISED = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
+@pytest.fixture(
+    params=[
         pytest.param(kind, marks=() if kind in SLICE else pytest.mark.soak)
         for kind in (*FAMILIES, *QUANTISED)
         if kind != "mamba2"
     ],
+    scope="module",
 )
-def test_updates_equal_cold_engines(labs, kind, record_property):
-    lab = labs(kind)
+def lab(request, labs):
+    return labs(request.param)
+
+
+def test_updates_equal_cold_engines(lab, record_property):
     assert lab.cold["A"].logprobs != lab.cold["B"].logprobs
     before = addresses(lab)
     lab.target.plan(lab.of("A").table)
@@ -39,16 +47,46 @@ def test_updates_equal_cold_engines(labs, kind, record_property):
     assert lab.target.path.startswith("traced")
 
 
+@pytest.fixture
+def trainer(lab, tmp_path):
+    """Three trainer ranks that have a model's rows between them; called, waits for them."""
+    command = [sys.executable, str(Path(__file__).with_name("sharded_trainer.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "3", str(tmp_path), lab.kind.partition("@")[0]],
+            stderr=(tmp_path / f"rank{rank}.log").open("w"),
+        )
+        for rank in range(3)
+    ]
+
+    def published() -> None:
+        done = [rank.wait(120) for rank in ranks]
+        assert done == [0, 0, 0], (tmp_path / "rank0.log").read_text()
+
+    yield published
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+
+
+def test_a_trainer_of_three_ranks(lab, trainer, tmp_path):
+    trainer()
+    for which in ("B", "A"):
+        session = f"file://{tmp_path / which}"
+        inprocess.attach(
+            lab.llm, session=session, backend="filesystem", receiver_id="r", timeout=60
+        )
+        inprocess.update(lab.llm)
+        lab.is_(which)
+        inprocess.detach(lab.llm)
+
+
 @pytest.mark.soak
 def test_a_buffer_that_nothing_refreshes_is_refused_by_name(labs):
     lab = labs("mamba2")
     with pytest.raises(TraceError, match=r"backbone\.layers\.0\.mixer\.conv_weights"):
         lab.target.plan(lab.of("B").table)
     lab.is_("A")
-
-
-def refuse(*_args, **_kwargs):
-    raise AssertionError("load_weights ran again")
 
 
 def addresses(lab):

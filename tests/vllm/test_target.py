@@ -15,18 +15,12 @@ from weightwire_vllm.compare import compare, flip_bit, reachable_tensors, snapsh
 from weightwire_vllm.inprocess import on_model
 from weightwire_vllm.models import checkpoint_names
 
-KINDS = ("qwen3", "qwen3-tied", "qwen3_moe")
 TIES = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 @pytest.fixture
 def payload(payloads):
     return payloads
-
-
-@pytest.fixture(params=KINDS, scope="module")
-def lab(request, labs):
-    return labs(request.param)
 
 
 @pytest.fixture

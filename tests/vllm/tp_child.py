@@ -27,8 +27,11 @@ def main(directory: Path, kind: str, cold_b: bool, expert_parallel: bool) -> Non
     llm = build(paths["A"], expert_parallel)
     steps.append(["cold A", "cold", state(llm, expert_parallel)])
     inprocess.attach(llm, session=session, backend="filesystem", receiver_id="r", timeout=60)
-    for version, which in enumerate(("B", "other", "other", "B", "A")):
-        with weightwire.open_sender("filesystem", session=session, source=models[which]) as sender:
+    for version, which in enumerate(("B", "other", "other", "B", "A", "broken", "B")):
+        if which == "broken":
+            llm.collective_rpc("break_one")
+        source = models["B" if which == "broken" else which]
+        with weightwire.open_sender("filesystem", session=session, source=source) as sender:
             sender.send(version=version)
         outcome = "applied"
         try:
@@ -42,16 +45,20 @@ def main(directory: Path, kind: str, cold_b: bool, expert_parallel: bool) -> Non
 
 def build(path: Path, expert_parallel: bool):
     return inprocess.build_engine(
-        path, dtype="bfloat16", tensor_parallel_size=2, enable_expert_parallel=expert_parallel
+        path,
+        dtype="bfloat16",
+        tensor_parallel_size=2,
+        enable_expert_parallel=expert_parallel,
+        worker_extension_cls="watched_worker.Watched",
     )
 
 
 def state(llm, expert_parallel):
-    """Log-probabilities, and each worker's digest of every parameter and buffer."""
+    """Log-probabilities, and what each worker holds."""
     return [
         # With expert parallelism vLLM's CPU engine starts and can't generate.
         [] if expert_parallel else inprocess.token_logprobs(llm, PROMPTS),
-        llm.collective_rpc("compute_weight_checksums"),
+        llm.collective_rpc("digest"),
     ]
 
 

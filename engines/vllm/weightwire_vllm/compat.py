@@ -1,10 +1,11 @@
 """Every use of vLLM's internals, in one place.
 
-Versions claimed: 0.32.0 (tested).  What differs between releases is looked up
-here by name, so that a missing name is one clear error and not a wrong result:
+What differs between the releases of ``CLAIMED`` is looked up here by name:
 
 - attention layers are told by ``is_deferred_attention_layer`` in 0.32, by class before;
 - the clock of online quantisation is new in 0.32, and its methods need it there;
+- an engine knows the version that it serves and can leave a session in 0.32, and
+  neither in 0.26 (``close_session``, ``leave_session``);
 - where experts live in the module tree differs too; nothing here depends on it.
 """
 
@@ -49,6 +50,7 @@ __all__ = [
     "TransferUpdateInfo",
     "absorbed_weights",
     "checkpoint_entries",
+    "close_session",
     "config_context",
     "drop_moe_kernels",
     "end_update",
@@ -57,6 +59,7 @@ __all__ = [
     "is_attention",
     "is_processed",
     "layer_info",
+    "leave_session",
     "load_time_tensors",
     "materialised",
     "model_of_rank",
@@ -71,8 +74,8 @@ __all__ = [
     "vllm_version",
 ]
 
-CLAIMED = ("0.32",)
-"""Release lines on which the package is tested."""
+CLAIMED = ("0.26", "0.32")
+"""Release lines on which the package has run; on 0.26 with dense models only."""
 
 ENGINE_NAME = "weightwire"
 """The backend's name in ``weight_transfer_config``."""
@@ -137,6 +140,22 @@ def end_update(engine: Any) -> None:
             caller._weight_update_active = False
             return
         frame = frame.f_back
+
+
+def close_session(llm: Any, version: int | None) -> None:
+    """Finish an ``LLM``'s update and tell it the version, if it knows any."""
+    if version is not None and inspect.signature(llm.finish_weight_update).parameters:
+        llm.finish_weight_update(str(version))
+    else:
+        llm.finish_weight_update()
+
+
+def leave_session(llm: Any) -> None:
+    """Shut down an in-process ``LLM``'s weight transfer engine, and nothing else."""
+    if hasattr(llm, "shutdown_weight_transfer_engine"):
+        llm.shutdown_weight_transfer_engine()
+    else:
+        llm.collective_rpc(lambda worker: worker.weight_transfer_engine.shutdown())
 
 
 def vllm_version() -> str | None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import weightwire
-from weightwire.errors import ConfigError, HandleError
+from weightwire.errors import ConfigError, HandleError, UnsupportedOperation
 from weightwire_vllm import compat
 from weightwire_vllm.compat import (
     TransferEngine,
@@ -186,6 +186,18 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             elif not self._is_answered:
                 raise HandleError("no update to finish: update_weights failed or wasn't called")
             self._is_answered = False
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """No trainer sends through this class; vLLM before 0.32 asks every engine for it.
+
+        Raises:
+            UnsupportedOperation: always; it names what to call.
+        """
+        raise UnsupportedOperation(
+            "weightwire's trainers don't send through vLLM's engine class: open a sender with "
+            "weightwire.open_sender and call its send()"
+        )
 
     def shutdown(self) -> None:
         """Leave the session; the engine keeps its weights."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "attach",
     "build_engine",
+    "detach",
     "on_model",
     "stop_engine",
     "token_logprobs",
@@ -106,6 +107,11 @@ def attach(
     )
 
 
+def detach(llm: Any) -> None:
+    """Close the engine's receiver; it keeps its weights."""
+    compat.leave_session(llm)
+
+
 def update(llm: Any, *, version: int | None = None, timeout: float | None = None) -> None:
     """Bring the engine to the newest offer, and drop what it cached of the old one.
 
@@ -118,7 +124,7 @@ def update(llm: Any, *, version: int | None = None, timeout: float | None = None
     """
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": version, "timeout": timeout}})
-    llm.finish_weight_update(None if version is None else str(version))
+    compat.close_session(llm, version)
     llm.reset_prefix_cache()
 
 

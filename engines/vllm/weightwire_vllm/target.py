@@ -43,6 +43,8 @@ class _Plan:
     unit_of: Mapping[str, Unit]
     due: Mapping[int, Sequence[Unit]]
     """By group, the units that are complete once it has been replayed."""
+    whole: frozenset[str]
+    """Destinations of which the load writes every element."""
 
 
 @dataclass
@@ -50,8 +52,6 @@ class _Update:
     run: Run
     due: deque[tuple[int, Sequence[Unit]]]
     staged: dict[str, Tensor] = field(default_factory=dict)
-    spare: dict[int, list[torch.UntypedStorage]] = field(default_factory=dict)
-    """By size in bytes, memory of layers that are finished: fresh pages cost as much as a copy."""
     changed: bool = False
 
 
@@ -80,6 +80,7 @@ class VllmTarget(WeightTarget):
         self._cold_known = False
         self._plan: _Plan | None = None
         self._update: _Update | None = None
+        self._spare: dict[int, list[torch.UntypedStorage]] = {}
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
 
@@ -110,7 +111,9 @@ class VllmTarget(WeightTarget):
         for unit in units:
             due.setdefault(max(program.last[key] for key in unit.keys), []).append(unit)
         unit_of = {key: unit for unit in units for key in unit.keys}
-        self._plan = _Plan(trace, program, unit_of, due)
+        whole = frozenset(key for key, cover in trace.tape.written.items() if cover.complete)
+        self._plan = _Plan(trace, program, unit_of, due, whole)
+        self._spare.clear()  # of other sizes, perhaps
         return program.regions
 
     @property
@@ -202,8 +205,8 @@ class VllmTarget(WeightTarget):
         if key not in update.staged:
             like = plan.trace.stand_ins[key]
             update.staged[key] = (
-                compat.materialised(like, self._device, self._spare(like))
-                if plan.trace.tape.written[key].complete
+                compat.materialised(like, self._device, self._take_spare(like))
+                if key in plan.whole
                 else initial(key, like, live, self._device)
             )
         return update.staged[key]
@@ -217,14 +220,16 @@ class VllmTarget(WeightTarget):
                 process(unit, staged, plan.trace, self._device)
                 self._keep_spare(staged)
 
-    def _spare(self, like: Tensor) -> torch.UntypedStorage | None:
-        _, update = self._running("write")
-        spare = update.spare.get(_extent_nbytes(like))
+    def _take_spare(self, like: Tensor) -> torch.UntypedStorage | None:
+        spare = self._spare.get(_extent_nbytes(like))
         return spare.pop() if spare else None
 
     def _keep_spare(self, staged: dict[str, Tensor]) -> None:
-        """Keep the memory of a finished layer for the next, unless something still uses it."""
-        _, update = self._running("write")
+        """Keep the memory of a finished layer for the next one, unless something still uses it.
+
+        Fresh pages cost as much as a copy.  What is kept, from one version to the
+        next too, is what was staged at one time: a layer's tensors of each size.
+        """
         if self._device.type != "cpu":
             return  # accelerators' allocators do that
         while staged:
@@ -232,7 +237,7 @@ class VllmTarget(WeightTarget):
             memory = tensor.untyped_storage()
             del tensor
             if torch._C._storage_Use_Count(memory._cdata) == 1:
-                update.spare.setdefault(memory.nbytes(), []).append(memory)
+                self._spare.setdefault(memory.nbytes(), []).append(memory)
 
     def _synchronize(self) -> None:
         # torch.accelerator.synchronize raises where there is no accelerator.
