@@ -17,7 +17,8 @@ import weightwire
 
 __all__: list[str] = []
 
-_SECONDS = 120.0
+_SECONDS = 280.0
+"""The trainer waits while two engines are built, which on a busy machine takes minutes."""
 
 
 def main(session: str, backend: dict[str, object]) -> None:

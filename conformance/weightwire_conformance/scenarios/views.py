@@ -14,6 +14,8 @@ from weightwire_conformance.scenario import scenario
 
 __all__: list[str] = []
 
+_ENGINE_SECONDS = 300.0
+
 
 @scenario(
     imports=PRELOAD,
@@ -42,7 +44,7 @@ if importlib.util.find_spec("vllm") is not None:
     @scenario(long=True)
     def a_vllm_engine_follows_by_its_traced_loader(fleet: Fleet) -> None:
         """A tiny mixture of experts; the updated engine is a cold one, in every tensor."""
-        fleet.patient(200)
+        fleet.patient(_ENGINE_SECONDS)
         backend = json.dumps({"backend": fleet.backend, **fleet.options})
         ran = subprocess.run(
             [sys.executable, "-m", "weightwire_conformance.rig.engine", fleet.url, backend],
@@ -50,7 +52,7 @@ if importlib.util.find_spec("vllm") is not None:
             env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=_ENGINE_SECONDS,
             check=False,
         )
         last = ran.stdout.strip().splitlines()[-1:] or [""]
