@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from weightwire.table import Part, Shard, TensorEntry
 
-__all__ = ["BLOCKS", "LEAST_BLOCK_NBYTES", "LEAST_SAVING", "column_blocks"]
+__all__ = ["BLOCKS", "LEAST_BLOCK_NBYTES", "LEAST_SAVING", "borders_within", "column_blocks"]
 
 BLOCKS = (16, 8, 4, 2)
 """Numbers of blocks that are tried, best first: tensor parallelism divides by powers of two."""
@@ -50,6 +50,16 @@ def column_blocks(entry: TensorEntry, parts: Iterable[Part]) -> int:
         ):
             return blocks
     return 1
+
+
+def borders_within(entry: TensorEntry, begin: int, size: int) -> range:
+    """Columns at which one of a tensor's blocks ends and the next begins, within some columns.
+
+    Args:
+        begin, size: the columns' first, and how many they are.
+    """
+    width = entry.shape[-1] // entry.blocks
+    return range(begin // width * width + width, begin + size, width)
 
 
 def _meet(part: Part, shard: Shard) -> Part | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from weightwire.blocks import borders_within
 from weightwire.errors import TableMismatch
 from weightwire.table import Part, Region, TensorTable
 
@@ -69,9 +70,8 @@ class Cuts:
         entry = self._table.tensors[region.tensor]
         if entry.blocks == 1 or 0 in region.sizes:
             return [region]
-        width = entry.shape[-1] // entry.blocks
-        begin, end = region.offsets[-1], region.offsets[-1] + region.sizes[-1]
-        edges = [begin, *range(begin // width * width + width, end, width), end]
+        begin, size = region.offsets[-1], region.sizes[-1]
+        edges = [begin, *borders_within(entry, begin, size), begin + size]
         return [
             Region(region.tensor, (*region.offsets[:-1], a), (*region.sizes[:-1], b - a))
             for a, b in itertools.pairwise(edges)

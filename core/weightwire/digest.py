@@ -12,6 +12,7 @@ tensor, the same ones on both sides, others for each version.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def tensor_key(name: str) -> int:
     """The tensor's key: a signed 64-bit integer from its checkpoint name."""
     return int.from_bytes(
@@ -118,9 +120,9 @@ def sample_digests(tensors: Sequence[Tensor], keys: Sequence[int], version: int)
     if large.size:
         places = _strata(total[large, None], key[large, None], version)
         index[np.repeat(total > SAMPLES, counts)] = places.ravel()
-    bits = _gather(flats, index, begins, counts)
-    wide = np.array([flat.element_size() == 8 for flat in flats])
-    sums = _sums(index, bits, begins, counts, key, wide)
+    width = np.array([flat.element_size() for flat in flats])
+    bits = _gather_whole(flats, index, begins, counts, width, total <= SAMPLES)
+    sums = _sums(index, bits, begins, counts, key, width == 8)
     for i, value in zip(kept, sums.tolist(), strict=True):
         digests[i] = value
     return digests
@@ -237,6 +239,29 @@ def box_digests(
         for i, digest in zip(chosen, sampled, strict=True):
             digests[i] = digest
     return digests
+
+
+def _gather_whole(
+    flats: Sequence[Tensor],
+    index: U64,
+    begins: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    width: NDArray[np.int64],
+    whole: NDArray[np.bool_],
+) -> U64:
+    """``_gather``, where those that are ``whole`` give all their elements: these in one pass."""
+    if flats[0].device.type != "cpu" or not whole.any():
+        return _gather(flats, index, begins, counts)
+    bits = np.empty(len(index), np.uint64)
+    for size in np.unique(width[whole]).tolist():
+        chosen = whole & (width == size)
+        values = torch.cat([flats[i] for i in np.flatnonzero(chosen).tolist()])
+        bits[np.repeat(chosen, counts)] = values.to(torch.int64).numpy().view(np.uint64)
+    rest = np.flatnonzero(~whole).tolist()
+    if rest:
+        found = _gather([flats[i] for i in rest], index, begins[rest], counts[rest])
+        bits[np.repeat(~whole, counts)] = found
+    return bits
 
 
 def _gather(

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import torch
 from msgspec import Meta
 from torch import Tensor
 
@@ -40,27 +42,25 @@ def fingerprint_of(tensors: Mapping[str, Tensor], version: int) -> Fingerprint:
         tensors: of any shape, dtype and strides; read where they lie.
     """
     names = sorted(tensors)
-    layout, bits = _hash(), _hash()
-    for name in names:
-        tensor = tensors[name]
-        shown = [name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
-        shown.append(tensor.device.type)
-        layout.update(msgspec.json.encode(shown))
-    together: dict[str, list[str]] = {}
-    digests: dict[str, int] = {}
-    for name in names:
-        tensor = tensors[name].detach()
+    held = [tensors[name].detach() for name in names]
+    shown = [
+        (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.device.type)
+        for name, tensor in zip(names, held, strict=True)
+    ]
+    together: dict[torch.device, list[int]] = {}
+    digests = np.zeros(len(names), "<u8")
+    for i, tensor in enumerate(held):
         if tensor.is_contiguous():
-            together.setdefault(str(tensor.device), []).append(name)
+            together.setdefault(tensor.device, []).append(i)
         else:
-            digests[name] = _strided(tensor, name, version)
+            digests[i] = _strided(tensor, names[i], version)
     for chosen in together.values():
-        found = sample_digests(
-            [tensors[name].detach() for name in chosen], [tensor_key(n) for n in chosen], version
-        )
-        digests.update(zip(chosen, found, strict=True))
-    for name in names:
-        bits.update(digests[name].to_bytes(8, "little"))
+        keys = [tensor_key(names[i]) for i in chosen]
+        found = sample_digests([held[i] for i in chosen], keys, version)
+        digests[chosen] = np.array(found, np.uint64)
+    layout, bits = _hash(), _hash()
+    layout.update(msgspec.json.encode(shown))
+    bits.update(digests.tobytes())
     return Fingerprint(layout.hexdigest(), bits.hexdigest())
 
 

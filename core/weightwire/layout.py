@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weightwire.blocks import borders_within
 from weightwire.cuts import Cuts
 from weightwire.errors import UnsupportedOperation
 from weightwire.table import Part, Region, Shard, TensorTable
@@ -218,10 +219,8 @@ def _borders(table: TensorTable, tensor: int, shard: Shard) -> tuple[int, ...]:
     entry = table.tensors[tensor]
     if entry.blocks == 1 or not math.prod(shard.sizes):
         return ()
-    width = entry.shape[-1] // entry.blocks
     begin, size = shard.offsets[-1], shard.sizes[-1]
-    first = begin // width * width + width
-    return tuple(border - begin for border in range(first, begin + size, width))
+    return tuple(border - begin for border in borders_within(entry, begin, size))
 
 
 def views(

@@ -32,9 +32,11 @@ def overlapping_pairs(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
 
 
 def _end(tensor: Tensor) -> int:
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -80,6 +81,7 @@ class FetchPlan:
         ]
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
         self._keys = {r.tensor: tensor_key(table.tensors[r.tensor].name) for r in self.regions}
+        self._shapes = {r.tensor: table.tensors[r.tensor].shape for r in self.regions}
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
         self._overlap = overlap
         self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
@@ -186,35 +188,41 @@ class FetchPlan:
         arrivals = box_digests(
             list(memory.values()),
             [self._keys[region.tensor] for region in regions],
-            [self.table.tensors[region.tensor].shape for region in regions],
+            [self._shapes[region.tensor] for region in regions],
             [region.offsets for region in regions],
             verify,
             version,
         )
+        whole: dict[int, int] = {}
         found: dict[int, list[tuple[Region, int]]] = {}
         for region, arrived in zip(regions, arrivals, strict=True):
-            found.setdefault(region.tensor, []).append((region, arrived))
+            i = region.tensor
+            if (group, i) in self._whole:
+                whole[i] = whole.get(i, 0) + arrived
+            else:
+                found.setdefault(i, []).append((region, arrived))
+        for i, arrived in whole.items():
+            if expected.get(i) != arrived & _MASK and self.table.tensors[i].numel:
+                self._refuse(i, version, arrived & _MASK, expected.get(i))
         for i, boxes in found.items():
-            entry = self.table.tensors[i]
-            if entry.numel == 0:
+            if not self.table.tensors[i].numel:
                 continue
-            if (group, i) not in self._whole:
-                digests = tuple((region.offsets, region.sizes, value) for region, value in boxes)
-                sealed = {seal.owner: seal.digests[i] for seal in seals if i in seal.digests}
-                parts.append(PartDigests(group, i, digests, sealed))
-                continue
-            if i not in expected:
-                raise VerificationError(
-                    f"tensor {entry.name!r} of version {version} came without a digest: "
-                    "run one weightwire version on both sides"
-                )
-            arrived = sum(value for _, value in boxes) & _MASK
-            if arrived != expected[i]:
-                raise VerificationError(
-                    f"tensor {entry.name!r} of version {version} isn't what was sent (digest "
-                    f"{arrived:016x}, sealed {expected[i]:016x}): send it again"
-                )
+            digests = tuple((region.offsets, region.sizes, value) for region, value in boxes)
+            sealed = {seal.owner: seal.digests[i] for seal in seals if i in seal.digests}
+            parts.append(PartDigests(group, i, digests, sealed))
         return sum(arrivals) & _MASK
+
+    def _refuse(self, tensor: int, version: int, arrived: int, expected: int | None) -> NoReturn:
+        name = self.table.tensors[tensor].name
+        if expected is None:
+            raise VerificationError(
+                f"tensor {name!r} of version {version} came without a digest: "
+                "run one weightwire version on both sides"
+            )
+        raise VerificationError(
+            f"tensor {name!r} of version {version} isn't what was sent (digest "
+            f"{arrived:016x}, sealed {expected:016x}): send it again"
+        )
 
     def release(self) -> None:
         """Give the receive buffers back."""

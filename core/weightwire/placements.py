@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ class LocalShard:
     offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LocalBox:
+class LocalBox(NamedTuple):
     """What this rank holds of a tensor.
 
     Attributes:
@@ -131,7 +130,9 @@ def _require_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise ConfigError(f"source tensor {name!r} has layout {tensor.layout}: send a dense tensor")
     if tensor.numel():
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = tensor.numel() - 1
+        if not tensor.is_contiguous():
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < needed:
             raise ConfigError(

@@ -327,7 +327,10 @@ def _check_backend(value: object, distribution: str) -> str:
             "subclass weightwire.contract.BackendConfig, a pydantic model"
         )
     if not isinstance(getattr(value, "capabilities", None), Capabilities):
-        raise PluginError(f"backend {name!r} of {distribution} declares no Capabilities")
+        raise PluginError(
+            f"backend {name!r} of {distribution} declares no Capabilities: "
+            "set its `capabilities` to a weightwire.contract.Capabilities"
+        )
     return name
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -224,12 +225,17 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     # gone leaves its identity to the next one.
     items = list(tensors.items())
     given: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, tensor in items:
-        validate_tensor_name(name)
-        box = local_box(name, tensor)
+    boxes = [local_box(validate_tensor_name(name), tensor) for name, tensor in items]
+    seen = Counter(id(tensor) for _, tensor in items)
+    begins = Counter(box.local.data_ptr() for box in boxes)
+    for (name, tensor), box in zip(items, boxes, strict=True):
         given[name] = (box.shape, box.local.dtype)
-        identities = _identities(tensor, box)
-        carrier = next((carriers[key] for key in identities if key in carriers), None)
+        carrier = None
+        if seen[id(tensor)] > 1 or begins[box.local.data_ptr()] > 1:
+            identities = _identities(tensor, box)
+            carrier = next((carriers[key] for key in identities if key in carriers), None)
+            if carrier is None:
+                carriers.update(dict.fromkeys(identities, name))
         wire = dtype_name(rules.for_tensor(name, box.local.dtype))
         if carrier is not None:
             if wire != wires[carrier]:
@@ -240,7 +246,6 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
             ties[name] = carrier
             continue
         wires[name] = wire
-        carriers.update(dict.fromkeys(identities, name))
         entries.append(TensorEntry(name, box.shape, wire, (Shard(0, box.offsets, box.sizes),)))
         values[name] = box.local
     return Resolved(Spec(tuple(entries), ties), values, tuple(source.views(given)))

@@ -8,6 +8,7 @@ in order, ties, and checkpoint views.  Nothing from the other side is used befor
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import operator
@@ -93,6 +94,11 @@ def validate_tensor_name(name: str) -> str:
     """
     if not isinstance(name, str):
         raise TableMismatch(f"tensor name {name!r} isn't a string: name tensors by strings")
+    return _validated(name)
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _validated(name: str) -> str:
     if not name or len(name) > MAX_NAME:
         raise TableMismatch(
             f"tensor name {name[:64]!r} has {len(name)} characters: use 1 to {MAX_NAME}"

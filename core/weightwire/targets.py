@@ -152,6 +152,8 @@ class MappingTarget(WeightTarget):
         self._untouched = (untouched,) if isinstance(untouched, str) else tuple(untouched)
         self._table: TensorTable | None = None
         self._destinations: dict[int, list[Tensor]] = {}
+        self._landed: dict[int, Tensor] = {}
+        self._places: list[tuple[object, ...]] = []
         self._program: Program | None = None
         self._run: Run | None = None
         self._written = False
@@ -165,7 +167,8 @@ class MappingTarget(WeightTarget):
         return device_of(self.current().values())
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
-        own = {name: _require_plain(name, tensor) for name, tensor in self.current().items()}
+        current = self.current()
+        own = {name: _require_plain(name, tensor) for name, tensor in current.items()}
         carriers = {**{name: name for name in table.index()}, **table.ties}
         self._program = self._run = None
         made: dict[str, Tensor] = {}  # what is replayed, where names are of checkpoint tensors
@@ -189,24 +192,30 @@ class MappingTarget(WeightTarget):
             if not any(_same_memory(tensor, place) for place in places):
                 places.append(tensor)
         self._table, self._destinations = table, destinations
+        self._places = _places(current)
         regions = [Region.whole(i, table.tensors[i]) for i in sorted(destinations)]
         return [*regions, *(self._program.regions if self._program is not None else ())]
 
     def begin(self, version: int) -> None:
         self._written = False
+        self._landed.clear()
         if self._table is None:
             return
-        planned = list(self._destinations)
-        self.plan(self._table)  # parameters may have been rebound since the last version
-        if sorted(planned) != sorted(self._destinations):
-            changed = sorted(set(planned) ^ set(self._destinations))
-            raise TableMismatch(
-                f"tensor {self._table.tensors[changed[0]].name!r} came to the target, or left it, "
-                "since it was planned: receive again, and it is planned anew"
-            )
+        if self._places != _places(self.current()):
+            self._plan_again(self._table)
         if self._program is not None:
             held = {name: tensor.detach() for name, tensor in self.current().items()}
             self._run = Run(self._program, held.__getitem__)
+
+    def _plan_again(self, table: TensorTable) -> None:
+        planned = list(self._destinations)
+        self.plan(table)  # parameters were rebound since the last version
+        if sorted(planned) != sorted(self._destinations):
+            changed = sorted(set(planned) ^ set(self._destinations))
+            raise TableMismatch(
+                f"tensor {table.tensors[changed[0]].name!r} came to the target, or left it, "
+                "since it was planned: receive again, and it is planned anew"
+            )
 
     @property
     def takes_pieces(self) -> bool:
@@ -215,15 +224,20 @@ class MappingTarget(WeightTarget):
     def landing(self, region: Region) -> Tensor | None:
         if region.tensor not in self._destinations:
             return None
-        first = _box_of(self._destinations[region.tensor][0], region)
+        places = self._destinations[region.tensor]
+        first = _box_of(places[0], region)
         if not first.is_contiguous():
             return None
         self._written = True
+        if len(places) == 1:
+            self._landed[id(first)] = first
         return first
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         with torch.no_grad():
             for region, value in tensors.items():
+                if self._landed.pop(id(value), None) is value:
+                    continue  # it is where it belongs, and belongs nowhere else
                 for whole in self._destinations.get(region.tensor, ()):
                     place = _box_of(whole, region)
                     if not _same_memory(place, value):
@@ -341,6 +355,16 @@ def as_target(target: nn.Module | Mapping[str, Tensor] | WeightTarget) -> Weight
         f"target is a {type(target).__name__}: give an nn.Module, a mapping of names to tensors, "
         "or a WeightTarget"
     )
+
+
+def _places(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
+    """Where each tensor lies and how it is laid out: while that is the same, so is a plan."""
+    return [
+        (name, type(t), t.layout, t.is_meta or t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        if type(t).__name__ != "DTensor" and isinstance(t, Tensor) and t.layout is torch.strided
+        else (name, id(t))
+        for name, t in tensors.items()
+    ]
 
 
 def _require_plain(name: str, tensor: Tensor) -> Tensor:

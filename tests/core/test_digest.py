@@ -230,3 +230,27 @@ def test_what_is_gathered_on_a_device_is_what_is_gathered_here():
         [part.numpy()[at].astype(np.int64) for part, at in zip(parts, places, strict=True)]
     )
     assert (_gather_on_device(parts, places).view(np.int64) == expected).all()
+
+
+def test_many_small_tensors_of_all_widths_are_digested_as_each_alone():
+    generator = torch.Generator().manual_seed(7)
+    dtypes = [torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.bool]
+    shapes = [(), (3,), (0, 4), (16, 16), (17, 16), (2, 3, 5), (1,)]
+    tensors = [
+        torch.randint(0, 2, shape, generator=generator).sub(i).to(dtype)
+        for i, (dtype, shape) in enumerate(itertools.product(dtypes, shapes))
+    ]
+    keys = [tensor_key(f"tensor {i}") for i in range(len(tensors))]
+    together = sample_digests(tensors, keys, version=3)
+    alone = [
+        box_digest(
+            tensor,
+            key=key,
+            shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            verify="sample",
+            version=3,
+        )
+        for tensor, key in zip(tensors, keys, strict=True)
+    ]
+    assert together == alone

@@ -6,6 +6,7 @@ from torch import nn
 
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.sources import MappingSource, WireRules, resolve
+from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
 from weightwire.tables import build_table
 from weightwire.targets import MappingTarget, ModuleTarget, as_target
 
@@ -230,3 +231,28 @@ def test_a_dtensor_is_refused_by_name():
 def test_what_is_no_target_is_an_error():
     with pytest.raises(ConfigError, match=r"target is a list: give an nn.Module, a mapping"):
         as_target([torch.zeros(1)])
+
+
+@pytest.mark.parametrize("change", ["storage", "shape", "other tensor", "nothing"])
+def test_a_target_is_planned_again_exactly_when_something_moved(change):
+    weight = torch.nn.Parameter(torch.zeros(4, 2))
+    mapping = {"weight": weight}
+    target = MappingTarget(mapping)
+    entry = TensorEntry("weight", (4, 2), "float32", (Shard(0, (0, 0), (4, 2)),))
+    target.plan(TensorTable(1, (entry,), (Group((0,)),)))
+    target.begin(1)
+    before = target.landing(Region.whole(0, entry))
+    if change == "storage":
+        weight.data = torch.zeros(4, 2)
+    elif change == "shape":
+        weight.data = torch.zeros(2, 4)
+    elif change == "other tensor":
+        mapping["weight"] = torch.zeros(4, 2)
+    if change == "shape":
+        with pytest.raises(TableMismatch, match="shape"):
+            target.begin(2)
+        return
+    target.begin(2)
+    after = target.landing(Region.whole(0, entry))
+    assert after.data_ptr() == mapping["weight"].data_ptr()
+    assert (after.data_ptr() == before.data_ptr()) == (change == "nothing")

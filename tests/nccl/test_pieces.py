@@ -44,7 +44,7 @@ def test_pieces_cover_a_region_once(shape, owners, bucket_bytes, data):
             assert 0 < message.nbytes <= bucket_bytes
             assert message.nbytes == sum(piece.nbytes for piece in message.pieces)
             for piece in message.pieces:
-                box = tuple(slice(b, e) for b, e in zip(piece.begin, piece.end, strict=True))
+                box = tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.sizes, strict=True))
                 marks[box] += 1
                 assert piece.nbytes == 4 * int(np.prod(piece.sizes))
     wanted = np.zeros(shape, dtype=int)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from nixl_rig import WAYS, NixlFleet, Way, exchange
@@ -18,30 +19,56 @@ LARGE = {"model": "big", "group_bytes": 64 << 20}  # one group, tens of millisec
 TCP = [way for way in WAYS if way.path == "TCP"]
 
 
-def catch(fleet: NixlFleet, sender: Side, replica: Side) -> tuple[Calls, Calls, Worker]:
-    """A version whose bytes are under way; the process that moves them is held at that point."""
+@dataclass(frozen=True)
+class Caught:
+    """A version whose bytes are under way; ``mover`` is held at that point."""
+
+    version: int
+    sending: Calls
+    receiving: Calls
+    mover: Worker
+
+
+def catch(fleet: NixlFleet, sender: Side, replica: Side) -> Caught:
+    """Send versions from 2 on, until one doesn't arrive within the call that posts it."""
     mover = (sender if fleet.way.push else replica).first
     mover.arm("transfer.posted")
-    receiving = replica.start("receive", minimum=2, timeout=20.0)
-    sending = sender.start("send", version=2, wait="applied", timeout=20.0)
-    mover.until_at("transfer.posted")
-    return sending, receiving, mover
+    for version in range(2, 2 + TRIES):
+        before = len(mover.events)
+        receiving = replica.start("receive", minimum=version, timeout=20.0)
+        sending = sender.start("send", version=version, wait="applied", timeout=20.0)
+
+        def is_held(before: int = before) -> bool:
+            return any(event.get("point") == "transfer.posted" for event in mover.events[before:])
+
+        until(
+            lambda s=sending, r=receiving, held=is_held: held() or (s.done and r.done),  # type: ignore[misc]
+            "bytes are under way, or there",
+            40,
+        )
+        if is_held():
+            return Caught(version, sending, receiving, mover)
+        sending.results()
+        receiving.results()
+    raise AssertionError(f"{TRIES} versions arrived within the call that posts them")
 
 
-def stop_the_sender_in_its_midst(make_fleet: MakeFleet, way: Way) -> tuple[NixlFleet, Side, Side]:
+def stop_the_sender_in_its_midst(
+    make_fleet: MakeFleet, way: Way
+) -> tuple[NixlFleet, Side, Side, int]:
     """A receiver that had to set its memory aside, because its sender stopped meanwhile."""
     for _ in range(TRIES):
         fleet = make_fleet(way)
         sender = fleet.sender(lease_ttl=LEASE, **LARGE)
         replica = fleet.receiver(lease_ttl=LEASE, model="big")
         exchange(sender, 1, replica)
-        _, receiving, mover = catch(fleet, sender, replica)
+        caught = catch(fleet, sender, replica)
         sender.first.stop()
-        if mover is replica.first:
-            mover.release("transfer.posted")
-        until(lambda c=receiving: c.done, "the receiver hears of it", 15)  # type: ignore[misc]
-        if replica.version != 2 and replica.ask("nixl")["aside"]:
-            return fleet, sender, replica
+        if caught.mover is replica.first:
+            caught.mover.release("transfer.posted")
+        until(lambda c=caught.receiving: c.done, "the receiver hears of it", 15)  # type: ignore[misc]
+        if replica.version != caught.version and replica.ask("nixl")["aside"]:
+            return fleet, sender, replica, caught.version
         sender.kill()
     raise AssertionError(f"no transfer was caught under way in {TRIES} tries")
 
@@ -50,21 +77,22 @@ def stop_the_sender_in_its_midst(make_fleet: MakeFleet, way: Way) -> tuple[NixlF
 def test_a_sender_that_wakes_up_touches_nothing_that_is_in_use(
     make_fleet: MakeFleet, way: Way
 ) -> None:
-    fleet, sender, replica = stop_the_sender_in_its_midst(make_fleet, way)
+    fleet, sender, replica, version = stop_the_sender_in_its_midst(make_fleet, way)
     fresh = fleet.sender(lease_ttl=LEASE, open_timeout=20.0, **LARGE)
-    exchange(fresh, 3, replica)
+    exchange(fresh, version + 1, replica)
     buffers = replica.ask("nixl")["arena"]
     sender.first.resume()
     if way.push:
         sender.first.release("transfer.posted")
     end = time.monotonic() + WATCHED_SECONDS
     while time.monotonic() < end:
-        assert replica.holds(1, 2, 3) == 3, "live weights were written to"
+        held = replica.holds(*range(1, version + 2))
+        assert held == version + 1, "live weights were written to"
         assert replica.ask("nixl")["arena"] == buffers, "the new buffers were written to"
         time.sleep(0.05)
     sender.kill()
-    exchange(fresh, 4, replica)
-    exchange(fresh, 5, replica)
+    exchange(fresh, version + 2, replica)
+    exchange(fresh, version + 3, replica)
     assert replica.ask("nixl")["aside"] == 0, "what is over is still set aside"
 
 
@@ -74,7 +102,8 @@ def lose_the_receiver_in_its_midst(make_fleet: MakeFleet, way: Way, how: str) ->
     sender = fleet.sender(lease_ttl=LEASE, **LARGE)
     lost = fleet.receiver("lost", lease_ttl=LEASE, model="big")
     exchange(sender, 1, lost)
-    sending, receiving, mover = catch(fleet, sender, lost)
+    caught = catch(fleet, sender, lost)
+    version, sending, mover = caught.version, caught.sending, caught.mover
     if how == "killed":
         lost.kill()
     else:
@@ -91,14 +120,14 @@ def lose_the_receiver_in_its_midst(make_fleet: MakeFleet, way: Way, how: str) ->
     assert "TransferError" in error.kinds
     assert "'lost'" in error.first
     other = fleet.receiver("other", lease_ttl=LEASE, model="big")
-    exchange(sender, 3, other)
+    exchange(sender, version + 1, other)
     if how == "stopped":
         lost.first.resume()
         if mover is lost.first:
             mover.release("transfer.posted")
-        until(lambda: receiving.done, "the sleeper's call ends", 20)
-        exchange(sender, 4, other, lost)
-    exchange(sender, 5, other, *([lost] if how == "stopped" else []))
+        until(lambda: caught.receiving.done, "the sleeper's call ends", 20)
+        exchange(sender, version + 2, other, lost)
+    exchange(sender, version + 3, other, *([lost] if how == "stopped" else []))
     return False
 
 

@@ -29,6 +29,8 @@ BAD = {
     "absent-library": ("import time", "import a_library_that_is_not_there"),
     "misspelt": ("def weightwire_describe_backend", "def weightwire_descibe_backend"),
     "old-contract": ("    def open_sender", "    api = 99\n\n    def open_sender"),
+    "plain-config": ('"carrier pigeons", BackendConfig', '"carrier pigeons", dict'),
+    "wrong-type": ("return Pigeon()", "return Pigeon"),
 }
 """By backend: what is replaced in a plug-in that works, and by what."""
 

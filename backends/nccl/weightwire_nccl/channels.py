@@ -19,9 +19,10 @@ from torch import Tensor
 from weightwire.contract import Policy, Seal
 from weightwire.copying import raw_bytes
 from weightwire.errors import TableMismatch, TransferError
+from weightwire.layout import cut_out
 from weightwire.table import Region
 from weightwire_nccl.epoch import Epoch
-from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message, Piece
+from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message
 from weightwire_nccl.records import HEADER_BYTES, Header, decode
 from weightwire_nccl.staging import Staging, unpack
 from weightwire_nccl.wire import Wire, Work
@@ -157,7 +158,9 @@ class Owner(_End):
         boxes = [
             tensors[piece.tensor]
             if piece.is_shard
-            else _cut(tensors[piece.tensor], piece, shards[piece.tensor].offsets)
+            else cut_out(
+                tensors[piece.tensor], piece.begin, piece.sizes, shards[piece.tensor].offsets
+            )
             for piece in message.pieces
         ]
         as_it_lies = _travels(boxes, self.epoch.device)
@@ -257,7 +260,9 @@ class Reader(_End):
         boxes = [
             memory[piece.region]
             if piece.is_region
-            else _cut(memory[piece.region], piece, self._regions[piece.region].offsets)
+            else cut_out(
+                memory[piece.region], piece.begin, piece.sizes, self._regions[piece.region].offsets
+            )
             for piece in message.pieces
         ]
         in_place = _travels(boxes, self.epoch.device)
@@ -311,14 +316,6 @@ def receive_plan(epoch: Epoch, reader: int) -> bytes:
         work = epoch.control.recv(body, reader, _PLAN)
     epoch.complete(work, reader)
     return _bytes(body)[:nbytes]
-
-
-def _cut(tensor: Tensor, piece: Piece, origin: tuple[int, ...]) -> Tensor:
-    slices = tuple(
-        slice(begin - at, end - at)
-        for begin, end, at in zip(piece.begin, piece.end, origin, strict=True)
-    )
-    return tensor[slices] if slices else tensor
 
 
 def _travels(boxes: Sequence[Tensor], device: torch.device) -> bool:

@@ -47,7 +47,7 @@ class Piece:
     Attributes:
         region: position in the reader's regions.
         tensor: index into the table's tensors.
-        begin, end: in the tensor's global index space.
+        begin, sizes: in the tensor's global index space.
         is_shard, is_region: whether it is all of the owner's shard, or of the region;
             with thousands of small tensors cutting each costs more than sending them.
     """
@@ -55,14 +55,10 @@ class Piece:
     region: int
     tensor: int
     begin: Point
-    end: Point
+    sizes: Point
     nbytes: int
     is_shard: bool
     is_region: bool
-
-    @property
-    def sizes(self) -> Point:
-        return tuple(e - b for b, e in zip(self.begin, self.end, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class ReadPlan:
         for low, high, nbytes in _split(begin, end, itemsize, self._bucket_bytes):
             sizes = tuple(e - b for b, e in zip(low, high, strict=True))
             is_shard, is_region = sizes == shard.sizes, sizes == region.sizes
-            yield Piece(position, region.tensor, low, high, nbytes, is_shard, is_region)
+            yield Piece(position, region.tensor, low, sizes, nbytes, is_shard, is_region)
 
     def _messages(self, pieces: Sequence[Piece]) -> Iterator[Message]:
         most = min(PACKED, self._bucket_bytes)

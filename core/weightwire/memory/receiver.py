@@ -133,7 +133,9 @@ class MemoryReceiver(ReceiverTransport):
         segment, info = self._owners[owner]
         index, generation = found.slot, found.generation
         word = info.headers[index] // 8
-        layout = self._layouts.setdefault((group, owner), slot_layout(table, group, owner))
+        if (group, owner) not in self._layouts:
+            self._layouts[group, owner] = slot_layout(table, group, owner)
+        layout = self._layouts[group, owner]
         slot = segment.tensor(info.slots[index], layout.nbytes)
         length = min(int(segment.words[word + 5]), info.seal_bytes)
         sealed = segment.read(info.headers[index] + 64, length)

@@ -96,6 +96,8 @@ class Segment:
 
     def tensor(self, begin: int, nbytes: int) -> Tensor:
         """Bytes of the segment as a uint8 tensor that shares them."""
+        if not nbytes:  # of a group, an owner may hold nothing but empty shards
+            return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=begin)
 
     def read(self, begin: int, nbytes: int) -> bytes:
