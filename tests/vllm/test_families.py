@@ -51,13 +51,11 @@ def test_updates_equal_cold_engines(lab, record_property):
 def trainer(lab, tmp_path):
     """Three trainer ranks that have a model's rows between them; called, waits for them."""
     command = [sys.executable, str(Path(__file__).with_name("sharded_trainer.py"))]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "3", str(tmp_path), lab.kind.partition("@")[0]],
-            stderr=(tmp_path / f"rank{rank}.log").open("w"),
-        )
-        for rank in range(3)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(3):
+        with (tmp_path / f"rank{rank}.log").open("w") as log:
+            arguments = [str(rank), "3", str(tmp_path), lab.kind.partition("@")[0]]
+            ranks.append(subprocess.Popen([*command, *arguments], stderr=log))
 
     def published() -> None:
         done = [rank.wait(120) for rank in ranks]
