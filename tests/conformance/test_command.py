@@ -101,10 +101,10 @@ def test_readme_shows_the_table_of_what_there_is() -> None:
     _, _, rest = text.partition("<!-- weightwire conformance: themes -->\n")
     table = rest.partition("<!-- weightwire conformance: end -->")[0].splitlines()
     rows = {line.split("|")[1].strip(): line for line in table}
-    assert table[0] == "|  | `memory` | `filesystem` |"
+    assert table[0] == "|  | `memory` | `filesystem` | `nccl` | `nixl` |"
     for theme, title in THEMES.items():
         count = sum(case.theme == theme for case in cases(quick=True))
-        for cell in rows[title].split("|")[2:4]:
+        for cell in rows[title].split("|")[2:6]:
             shown = [int(word) for word in cell.replace(",", "").split() if word.isdigit()]
             assert sum(shown) == count, f"{title}: refresh the table"
             assert "FAILED" not in cell
