@@ -79,9 +79,14 @@ def read_expected(path: Path, scenarios: Iterable[str]) -> list[ExpectedFailure]
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"expected failures {path} can't be read: {error}") from error
     known = set(scenarios)
+    entries = content.pop("xfail", ())
+    tables = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if content or not tables:
+        wrong = sorted(content)[0] if content else "xfail"
+        raise ConfigError(f"{path} has {wrong!r}: write [[xfail]] tables, and nothing else")
     return [
         _checked(entry, f"{path}, [[xfail]] {number}", known)
-        for number, entry in enumerate(content.get("xfail", ()), 1)
+        for number, entry in enumerate(entries, 1)
     ]
 
 

@@ -39,7 +39,7 @@ from weightwire.report import Report, VersionRecord
 from weightwire.sender import WeightSender, open_sender
 from weightwire.sources import WeightSource
 from weightwire.streaming import StreamingSource
-from weightwire.targets import WeightTarget
+from weightwire.targets import MappingTarget, ModuleTarget, WeightTarget
 
 logging.getLogger("weightwire").addHandler(logging.NullHandler())
 
@@ -51,6 +51,8 @@ __all__ = [
     "ConfigError",
     "HandleError",
     "LocalShard",
+    "MappingTarget",
+    "ModuleTarget",
     "PeerLost",
     "PluginError",
     "Report",

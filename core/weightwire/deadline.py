@@ -22,6 +22,7 @@ T = TypeVar("T")
 _FIRST_PAUSE = 0.0002
 _LAST_PAUSE = 0.02
 _LEAST_PATIENCE = 0.2
+_MOST_SECONDS = 1e9
 
 _thread = threading.local()
 
@@ -41,6 +42,8 @@ class Deadline:
             raise ConfigError(f"timeout {seconds!r} isn't a number: give seconds above zero")
         if not 0 < seconds < float("inf"):
             raise ConfigError(f"timeout {seconds} is not above zero: give the seconds to wait")
+        if seconds > _MOST_SECONDS:
+            raise ConfigError(f"timeout is beyond {_MOST_SECONDS:.0e} s: give the seconds to wait")
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds
 

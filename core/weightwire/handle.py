@@ -180,6 +180,9 @@ def ranks_of(
     rank: int | None, world_size: int | None, group: torch.distributed.ProcessGroup | None
 ) -> tuple[int, int]:
     """A side's rank and world size, from numbers or from a process group."""
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ConfigError(f"{name}={number!r} isn't a whole number: pass an int")
     if group is not None:
         if rank is not None or world_size is not None:
             raise ConfigError("group= and rank=/world_size= say the same thing: give one of them")

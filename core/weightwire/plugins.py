@@ -76,7 +76,9 @@ class Registry:
             distribution = _describe(entry_point.dist)
             try:
                 plugin = entry_point.load()
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit too: it is the plug-in that ends, not us
                 self._fail(
                     entry_point.name,
                     distribution,
@@ -107,6 +109,17 @@ class Registry:
         except PluginError as error:
             self._fail(name, distribution, str(error), None)
             return
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._fail(
+                name,
+                distribution,
+                f"plug-in {name!r} of {distribution} can't be looked at "
+                f"({type(error).__name__}: {error}): upgrade or remove it",
+                error,
+            )
+            return
         self._collect(plugin, name, distribution)
 
     def _collect(self, plugin: object, name: str, distribution: str) -> None:
@@ -122,7 +135,9 @@ class Registry:
                 provided: Mapping[str, Any] = check(implementation(), distribution)
             except PluginError as error:
                 self._fail(name, distribution, str(error), error)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._fail(
                     name,
                     distribution,
@@ -258,7 +273,7 @@ def _within(
     work: Callable[[], None],
     seconds: float,
     timeout: WeightWireError,
-    translate: Callable[[Exception], WeightWireError],
+    translate: Callable[[BaseException], WeightWireError],
 ) -> None:
     failure: list[BaseException] = []
 
@@ -275,7 +290,7 @@ def _within(
         raise timeout
     if failure:
         error = failure[0]
-        if isinstance(error, WeightWireError) or not isinstance(error, Exception):
+        if isinstance(error, WeightWireError | KeyboardInterrupt):
             raise error
         raise translate(error) from error
 

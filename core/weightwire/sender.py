@@ -77,6 +77,7 @@ class WeightSender(Handle):
                 session, deadline=deadline, serve=self._rank == 0, token=options.token
             )
             undo.callback(self._session.close)
+            self._refuse_lost_past(options.resume_from)
             self._observer = LeaseObserver(self._session)
             self._member, self._keeper = membership.enter(
                 self._session,
@@ -124,6 +125,16 @@ class WeightSender(Handle):
             undo.pop_all()
 
     # ---------------------------------------------------------------------- opening
+
+    def _refuse_lost_past(self, resume_from: int | None) -> None:
+        """Versions can't be taken up again where their records ended with the last sender."""
+        stores = self._backend.capabilities.serves_finished
+        if resume_from is not None and stores and not self._session.store.outlives_members:
+            raise ConfigError(
+                f"resume_from={resume_from}: session {self._session.url} ended with its last "
+                "sender and knows none of its versions: use a session that outlives it "
+                "(file:///…), or leave resume_from out and give this run a directory of its own"
+            )
 
     def _open_transport(self) -> SenderTransport:
         return self._backend.open_sender(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weightwire.conversion import ModuleViews
 from weightwire.devices import device_of
-from weightwire.errors import ConfigError
+from weightwire.errors import ConfigError, TableMismatch
 from weightwire.names import checkpoint_names
 from weightwire.placements import LocalBox, LocalShard, local_box
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
@@ -236,7 +236,10 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
             carrier = next((carriers[key] for key in identities if key in carriers), None)
             if carrier is None:
                 carriers.update(dict.fromkeys(identities, name))
-        wire = dtype_name(rules.for_tensor(name, box.local.dtype))
+        try:
+            wire = dtype_name(rules.for_tensor(name, box.local.dtype))
+        except TableMismatch as error:
+            raise TableMismatch(f"tensor {name!r}: {error}") from error
         if carrier is not None:
             if wire != wires[carrier]:
                 raise ConfigError(

@@ -279,6 +279,7 @@ class MappingTarget(WeightTarget):
                 _list("the trainer doesn't send", missing, "name it in untouched=")
                 + ("; " if missing and extra else "")
                 + _list("the target doesn't have", extra, "name it in unused=")
+                + " (of weightwire.ModuleTarget or MappingTarget)"
             )
 
     def _check_tensors(

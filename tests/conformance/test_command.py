@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from test_builtin import BIN, command
+
+from weightwire_conformance.rig.leavings import shared_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,12 +99,13 @@ def test_the_table_in_a_file_is_refreshed_in_its_place(tmp_path: Path) -> None:
     assert "has no place for a support table" in ran.stderr + ran.stdout
 
 
-def test_readme_shows_the_table_of_what_there_is() -> None:
-    """Its rows and columns are today's; refresh it with ``--quick --markdown README.md``."""
+@pytest.mark.parametrize("page", ["README.md", "docs/conformance.md"])
+def test_pages_show_the_table_of_what_there_is(page: str) -> None:
+    """Its rows and columns are today's; refresh it with ``--quick --markdown PAGE``."""
     from weightwire_conformance.scenario import cases
     from weightwire_conformance.scenarios import THEMES
 
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / page).read_text()
     _, _, rest = text.partition("<!-- weightwire conformance: themes -->\n")
     table = rest.partition("<!-- weightwire conformance: end -->")[0].splitlines()
     rows = {line.split("|")[1].strip(): line for line in table}
@@ -108,6 +116,49 @@ def test_readme_shows_the_table_of_what_there_is() -> None:
             shown = [int(word) for word in cell.replace(",", "").split() if word.isdigit()]
             assert sum(shown) == count, f"{title}: refresh the table"
             assert "FAILED" not in cell
+
+
+def test_an_interrupted_run_leaves_nothing_and_still_reports() -> None:
+    """A supervisor ends the command alone, in the midst of scenarios."""
+    directory = Path(tempfile.mkdtemp(prefix="weightwire-"))  # short: it holds a socket
+    process = subprocess.Popen(
+        [BIN / "weightwire", "conformance", "memory", "-k", "not vllm"],
+        env={**os.environ, "TMPDIR": str(directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == ".", "no scenario ever ended"
+        mapped: set[str] = set()
+        deadline = time.monotonic() + 60
+        while not mapped and time.monotonic() < deadline:
+            time.sleep(0.05)
+            mapped = {path for pid in processes_of(directory) for path in shared_files(pid)}
+            mapped = {path for path in mapped if "/weightwire-" in path}
+        assert mapped, "no scenario ever ran again"
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        for pid in processes_of(directory):
+            os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert "memory: " in out
+    assert not [path for path in mapped if Path(path).exists()]
+    assert not list(directory.iterdir())
+    directory.rmdir()
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Processes that were started with ``directory`` for their temporary files."""
+    wanted, found = f"TMPDIR={directory}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
 def test_a_pytest_that_proves_nothing_loads_nothing(tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ def write(path: Path, **changes: str | None) -> Path:
     return path
 
 
+@pytest.mark.parametrize("text", ["xfail = 3", 'xfail = ["a"]', "[[xfails]]\nbackend = 'x'"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"x.toml has 'xfails?': write \[\[xfail\]\] tables"):
+        read_expected(tmp_path / "x.toml", [SCENARIO])
+
+
 def test_expected_failures_are_read(tmp_path: Path) -> None:
     assert read_expected(write(tmp_path / "x.toml"), [SCENARIO]) == [ExpectedFailure(**ENTRY)]
 

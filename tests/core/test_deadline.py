@@ -21,6 +21,11 @@ def test_a_timeout_must_be_above_zero_and_finite(seconds):
         Deadline(seconds)
 
 
+def test_a_timeout_is_one_that_a_clock_can_count():
+    with pytest.raises(ConfigError, match=r"timeout is beyond 1e\+09 s"):
+        Deadline(10**400)
+
+
 @pytest.mark.parametrize("seconds", [True, "5", None])
 def test_a_timeout_must_be_a_number(seconds):
     with pytest.raises(ConfigError, match=r"isn't a number: give seconds above zero"):

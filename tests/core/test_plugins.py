@@ -56,6 +56,16 @@ DISTRIBUTIONS = {
     "absent": "import a_library_that_is_not_there",
     "syntax": "def (:",
     "exits": "raise SystemExit(3)",
+    "skips": "class Skipped(BaseException): pass\nraise Skipped('not here')",
+    "leaves": changed("leaves", ("return Good()", "raise SystemExit(3)")),
+    "odd": "def __dir__():\n    return ['weightwire_x']\ndef __getattr__(name):\n    1 / 0",
+    "quits": changed(
+        "quits",
+        (
+            "    def open_sender",
+            "    def probe(self):\n        raise SystemExit(3)\n    def open_sender",
+        ),
+    ),
     "misspelt": changed(
         "misspelt",
         ("@hookimpl\ndef weightwire_describe_backend", "@hookimpl\ndef weightwire_describe_backnd"),
@@ -170,6 +180,18 @@ def test_broken_plug_ins_of_others_leave_the_good_ones_alone(answers, name):
         ("syntax", "plug-in 'syntax' of acme-syntax 1.0 doesn't import (SyntaxError: "),
         ("exits", "plug-in 'exits' of acme-exits 1.0 doesn't import (SystemExit: 3): reinstall or"),
         (
+            "skips",
+            "plug-in 'skips' of acme-skips 1.0 doesn't import (Skipped: not here): reinstall",
+        ),
+        (
+            "leaves",
+            (
+                "plug-in 'leaves' of acme-leaves 1.0 failed in weightwire_describe_backend "
+                "(SystemExit: 3): upgrade or remove it"
+            ),
+        ),
+        ("odd", "plug-in 'odd' of acme-odd 1.0 can't be looked at (ZeroDivisionError: division by"),
+        (
             "misspelt",
             (
                 "plug-in 'misspelt' of acme-misspelt 1.0 implements unknown hook "
@@ -247,6 +269,12 @@ def test_a_known_backend_whose_library_is_missing_is_unavailable_not_unknown(ans
     assert said.startswith(
         "backend 'needy' of acme-needy 1.0 can't run here (ModuleNotFoundError: No module named"
     )
+
+
+def test_a_probe_that_would_end_the_process_only_ends_itself(answers):
+    kind, message = answers["quits"]
+    assert kind == "BackendUnavailable"
+    assert message.startswith("backend 'quits' of acme-quits 1.0 can't run here (SystemExit: 3)")
 
 
 def test_a_probe_that_hangs_is_given_up(answers):

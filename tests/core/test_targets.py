@@ -34,7 +34,8 @@ def test_one_misspelt_name_among_thousands_is_found_on_both_sides():
     message = mismatch(MappingTarget(own), table_of(**{n: torch.zeros(1) for n in names}))
     assert message == (
         "the trainer doesn't send 'l.7.ww': correct the name, or name it in untouched=; "
-        "the target doesn't have 'l.7.w': correct the name, or name it in unused="
+        "the target doesn't have 'l.7.w': correct the name, or name it in unused= "
+        "(of weightwire.ModuleTarget or MappingTarget)"
     )
 
 

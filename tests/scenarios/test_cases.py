@@ -292,10 +292,15 @@ def test_sides_that_were_opened_with_different_backends_are_told_so(
     fleet = make_fleet("memory")
     sender = fleet.sender()
     other = fleet.receiver("other", backend="filesystem")
-    sending = sender.start("send", version=1, timeout=1.0)
-    error = sending.error()
+    error = other.start("receive").error()  # it was never offered anything
+    assert error.kind == "ConfigError"
+    assert error.seconds < 10
+    assert "'memory'" in error.first
+    assert "'filesystem'" in error.first
+    error = sender.start("send", version=1, timeout=1.0).error()
     assert error.kind == "TransferTimeout"
     assert in_time(error, 1.0)
+    assert "'other' (opened with 'filesystem', this sender with 'memory')" in error.first
     good = fleet.receiver("good")
     good.first.arm("target.write")
     sending = sender.start("send", version=1)

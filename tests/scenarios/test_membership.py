@@ -246,6 +246,19 @@ def test_resume_from_keeps_versions_up_to_it_readable_and_voids_later_ones(
     assert late.holds(2, 3) == 3
 
 
+def test_resume_from_is_refused_where_the_session_ends_with_its_sender(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet("filesystem", "tcp")
+    sender = fleet.sender()
+    sender.send(1)
+    sender.close()
+    error = sender.workers[0].start("open_sender", **sender.opening, resume_from=1).error()
+    assert error.kind == "ConfigError"
+    assert "resume_from=1: session tcp://" in error.first
+    assert "file:///" in error.first
+
+
 def test_without_resume_from_no_version_of_an_earlier_run_is_followed(
     make_fleet: MakeFleet,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -19,6 +20,8 @@ __all__ = ["Pool"]
 
 
 _IMPORT_SECONDS = 120.0
+_MOST_ADDRESS = 100
+"""Bytes of a local socket's path: 107 on Linux, 103 on macOS."""
 
 
 class Pool:
@@ -38,9 +41,16 @@ class Pool:
         self.patience = patience
         self.directory = Path(tempfile.mkdtemp(prefix="weightwire-conformance-"))
         self._address = str(self.directory / "workers")
+        if len(os.fsencode(self._address)) > _MOST_ADDRESS:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise ValueError(
+                f"directory {self.directory.parent} is too long for a socket's address: set "
+                "TMPDIR to a shorter one"
+            )
         self._count = itertools.count()
         self._lock = threading.Lock()
         self._idle: dict[str, list[Worker]] = {}
+        self._workers: list[Worker] = []
         self._loaded: set[str] = set()
         log = self.directory / "first.log"
         with log.open("w") as errors:
@@ -74,7 +84,10 @@ class Pool:
                 if not worker.dead:
                     return worker
         log = self.directory / f"worker-{next(self._count)}.log"
-        return Worker(self._address, log, self.patience, fresh=fresh)
+        worker = Worker(self._address, log, self.patience, fresh=fresh)
+        with self._lock:
+            self._workers.append(worker)
+        return worker
 
     def preload(self, *modules: str) -> None:
         """Import modules once, for all workers that are forked from now on."""
@@ -102,9 +115,13 @@ class Pool:
             worker.discard()
 
     def close(self) -> None:
-        """End every process."""
+        """End every process; what those held that were in the midst of a scenario is removed."""
         for backend in list(self._idle):
             self.end(backend)
+        held = {path for worker in self._workers for path in worker.held()}
         self._first.kill()  # every worker ends with it
         self._first.communicate()
+        for path in held:
+            with contextlib.suppress(OSError):
+                Path(path).unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -274,6 +274,10 @@ class Worker:
             self._news.wait_for(lambda: self.dead, self.patience)
         until(lambda: _state(self.pid) in ("", "Z", "X"), "the killed process ends")
 
+    def held(self) -> set[str]:
+        """Files in shared memory that it holds, or held when it was killed."""
+        return self.shared if self.dead else self.shared | shared_files(self.pid)
+
     def interrupt(self) -> None:
         """Ctrl-C."""
         os.kill(self.pid, signal.SIGINT)

@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
-from weightwire.errors import BackendUnavailable, UnsupportedOperation
+from weightwire.errors import BackendUnavailable, ConfigError, UnsupportedOperation
 from weightwire.plugins import registry
 
 __all__ = ["bench"]
+
+_MOST_GIGABYTES = 10_000.0
 
 
 def bench(
@@ -51,6 +53,10 @@ def bench(
         raise UnsupportedOperation(
             f"the benchmark of {backend!r} has no choice of {name}: "
             f"leave --{name.replace('_', '-')} out"
+        )
+    if not 0 < gigabytes <= _MOST_GIGABYTES:
+        raise ConfigError(
+            f"--gigabytes {gigabytes:g}: give more than 0 and at most {_MOST_GIGABYTES:g}"
         )
     result = module.run(int(gigabytes * 1e9), directory or [], repeats, threads, **choice)
     if as_json:

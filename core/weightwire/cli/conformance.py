@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -18,6 +20,7 @@ __all__ = ["conformance"]
 
 _INSTALL = "install it with `pip install 'weightwire[conformance]'`"
 _INTERRUPTED, _USAGE, _NOTHING_RUN = 2, 4, 5  # pytest's exit codes
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODES = {_INTERRUPTED: 130, _USAGE: 2, _NOTHING_RUN: 2}
 
 
@@ -115,7 +118,30 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         if as_json:
             command.append(f"--weightwire-json={results}")
         # With --json, stdout is for the object alone.
-        run = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False)
+        code = _end_well(command, sys.stderr if as_json else None)
         if as_json and results.exists():
             print(results.read_text())
-    return _EXIT_CODES.get(run.returncode, run.returncode)
+    return _EXIT_CODES.get(code, code)
+
+
+def _end_well(command: list[str], stdout: TextIO | None) -> int:
+    """Run pytest to its end; an interrupt or a SIGTERM of ours is one interrupt of it.
+
+    It then ends the scenarios' processes, removes what they hold, and still reports.
+    """
+    run = subprocess.Popen(command, stdout=stdout, start_new_session=True)
+    asked = itertools.count()
+
+    def interrupt(number: int, frame: object) -> None:
+        if next(asked):
+            run.kill()  # whoever asks twice gets a hard end
+        else:
+            run.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, interrupt) for number in _ENDING}
+    try:
+        return run.wait()
+    finally:
+        run.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from weightwire.config import select
 from weightwire.errors import BackendUnavailable, ConfigError
 
 __all__ = ["demo"]
@@ -31,6 +32,7 @@ def demo(
         raise BackendUnavailable(f"the demo needs {error.name}: {_INSTALL}") from error
     if model not in ("qwen3", "qwen3_moe"):
         raise ConfigError(f"model {model!r}: the demo has qwen3 and qwen3_moe")
+    select(backend)  # before an engine is started for nothing
     options = DemoOptions(
         backend=backend, model=model, steps=steps, seed=seed, freeze=freeze, corrupt=corrupt
     )

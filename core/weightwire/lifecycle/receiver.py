@@ -113,6 +113,8 @@ class ReceiverMachine:
         sender = newest(self.session, "senders")
         if sender is None:
             return None
+        if self.observer.is_alive(sender):  # before an offer: it may wait for us to make one
+            self._refuse_other_backend(sender.record.backend, "the sender was opened with")
         if self.capabilities.flow == "store":
             return self._newest_published(sender)
         for policy in policies(self.session, sender.incarnation):
@@ -121,7 +123,7 @@ class ReceiverMachine:
                 continue  # its writer crashed, or is about to write
             if policy in (self._tried, self.serving):
                 return None
-            self._refuse_other_backend(record)
+            self._refuse_other_offer(record)
             open_to_us = self.receiver_id in record.offer.roster
             return record if open_to_us and outcome_of(self.session, policy) is None else None
         return None
@@ -151,15 +153,19 @@ class ReceiverMachine:
     def _unless_current(self, policy: Policy) -> OfferRecord | None:
         record = offer_of(self.session, policy) if policy != self.serving else None
         if record is not None:
-            self._refuse_other_backend(record)
+            self._refuse_other_offer(record)
         return record
 
-    def _refuse_other_backend(self, record: OfferRecord) -> None:
-        if record.backend != self.member.record.backend:
+    def _refuse_other_offer(self, record: OfferRecord) -> None:
+        version = record.offer.policy.version
+        self._refuse_other_backend(record.backend, f"the sender offers version {version} over")
+
+    def _refuse_other_backend(self, theirs: str, says: str) -> None:
+        ours = self.member.record.backend
+        if theirs != ours:
             raise ConfigError(
-                f"the sender offers version {record.offer.policy.version} over "
-                f"{record.backend!r}, this receiver was opened with "
-                f"{self.member.record.backend!r}: open both with one backend"
+                f"{says} {theirs!r}, this receiver was opened with {ours!r}: "
+                "open both with one backend"
             )
 
     def receive(self, minimum: int = 0) -> Steps[Policy]:

@@ -215,11 +215,9 @@ class SenderMachine:
 
     def _roster(self, minimum: int, *, waits: bool) -> Steps[dict[str, Member]]:
         while True:
-            roster = {
-                receiver_id: member
-                for receiver_id, member in live_members(self.session, self.observer).items()
-                if member.record.backend == self.member.record.backend
-            }
+            alive = live_members(self.session, self.observer)
+            ours = self.member.record.backend
+            roster = {name: member for name, member in alive.items() if _backend(member) == ours}
             unsure = [
                 receiver_id
                 for receiver_id, member in roster.items()
@@ -237,7 +235,13 @@ class SenderMachine:
                         "close some, or choose another backend"
                     )
                 return roster
-            yield Waiting(f"receivers ({len(roster)} of at least {minimum} joined)", ("receivers",))
+            others = tuple(
+                f"receiver {name!r} (opened with {_backend(member)!r}, this sender with {ours!r})"
+                for name, member in alive.items()
+                if name not in roster
+            )
+            joined = f"receivers ({len(roster)} of at least {minimum} joined)"
+            yield Waiting(joined, others or ("receivers",))
 
     def _gather_ready(
         self, offer: Offer, roster: dict[str, Member], offering: Offering
@@ -335,6 +339,10 @@ class SenderMachine:
         del roster[receiver_id]
         if not roster and self.capabilities.needs_live_receivers:
             raise error
+
+
+def _backend(member: Member) -> str:
+    return member.record.backend
 
 
 def _compare_installed(
