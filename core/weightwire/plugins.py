@@ -79,13 +79,8 @@ class Registry:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit too: it is the plug-in that ends, not us
-                self._fail(
-                    entry_point.name,
-                    distribution,
-                    f"plug-in {entry_point.name!r} of {distribution} doesn't import "
-                    f"({type(error).__name__}: {error}): reinstall or remove it",
-                    error,
-                )
+                remedy = "reinstall or remove it"
+                self._blame(entry_point.name, distribution, "doesn't import", error, remedy)
                 continue
             self.register(plugin, entry_point.name, distribution)
 
@@ -112,13 +107,7 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._fail(
-                name,
-                distribution,
-                f"plug-in {name!r} of {distribution} can't be looked at "
-                f"({type(error).__name__}: {error}): upgrade or remove it",
-                error,
-            )
+            self._blame(name, distribution, "can't be looked at", error)
             return
         self._collect(plugin, name, distribution)
 
@@ -138,18 +127,25 @@ class Registry:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                self._fail(
-                    name,
-                    distribution,
-                    f"plug-in {name!r} of {distribution} failed in {hook} "
-                    f"({type(error).__name__}: {error}): upgrade or remove it",
-                    error,
-                )
+                self._blame(name, distribution, f"failed in {hook}", error)
             else:
                 found.extend(
                     Provided(key, distribution, value, plugin=name)
                     for key, value in provided.items()
                 )
+
+    def _blame(
+        self,
+        name: str,
+        distribution: str,
+        what: str,
+        error: BaseException,
+        remedy: str = "upgrade or remove it",
+    ) -> None:
+        """Keep what a plug-in raised as its failure."""
+        why = f"{type(error).__name__}: {error}"
+        message = f"plug-in {name!r} of {distribution} {what} ({why}): {remedy}"
+        self._fail(name, distribution, message, error)
 
     def _fail(
         self, name: str, distribution: str, message: str, cause: BaseException | None

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from process_rig import Call, Fleet, RemoteError, Side, WorkerDied, in_time
+from process_rig import Call, Fleet, RemoteError, WorkerDied, exchange, in_time
 
 MakeFleet = Callable[..., Fleet]
 
@@ -21,15 +21,6 @@ PHASES = {
     "applied": {"sender": ("sender.finish", 0), "receiver": ("target.commit", 0)},
 }
 EVERY = list(itertools.product(("sender", "receiver"), (0, 1), PHASES))
-
-
-def exchange(sender: Side, version: int, *replicas: Side) -> None:
-    receiving = [replica.start("receive", minimum=version) for replica in replicas]
-    sending = sender.start("send", version=version, wait="applied")
-    for calls in receiving:
-        assert calls.results()[0]["version"] == version
-    sending.results()
-    assert [replica.holds(version) for replica in replicas] == [version] * len(replicas)
 
 
 def outcome(call: Call) -> RemoteError | None:

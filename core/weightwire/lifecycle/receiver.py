@@ -113,8 +113,10 @@ class ReceiverMachine:
         sender = newest(self.session, "senders")
         if sender is None:
             return None
-        if self.observer.is_alive(sender):  # before an offer: it may wait for us to make one
-            self._refuse_other_backend(sender.record.backend, "the sender was opened with")
+        theirs = sender.record.backend
+        if theirs != self.member.record.backend and self.observer.is_alive(sender):
+            # Before an offer: it may wait for us to make one.
+            self._refuse_other_backend(theirs, "the sender was opened with")
         if self.capabilities.flow == "store":
             return self._newest_published(sender)
         for policy in policies(self.session, sender.incarnation):
