@@ -47,7 +47,8 @@ class VersionView:
     """One attempt at one version, with its sentinels.
 
     Attributes:
-        state: offered, started, finished or aborted.
+        state: offered, started, finished or aborted; ``wave`` when it finished for its
+            roster and goes on to others as the next attempt.
         ready, applied: by receiver: ``yes``, or why not.
     """
 
@@ -129,7 +130,8 @@ def _view_version(session: Session, policy: Policy, now: float) -> VersionView |
         return None
     outcome = outcome_of(session, policy)
     if outcome is not None:
-        state = "finished" if outcome.error is None else "aborted"
+        done = "wave" if outcome.more else "finished"
+        state = done if outcome.error is None else "aborted"
     elif session.read(keys.version(policy, "started"), Started) is not None:
         state = "started"
     else:

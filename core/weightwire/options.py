@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from weightwire.errors import ConfigError
 
@@ -36,7 +37,19 @@ class SenderOptions(_Options):
     verify: Literal["off", "sample", "full"] = "sample"
     resume_from: int | None = Field(default=None, ge=0)
     min_receivers: int = Field(default=1, ge=0)
+    max_receivers: int | None = Field(default=None, ge=1)
     on_receiver_loss: Literal["fail", "continue"] = "fail"
+    max_unavailable: int | None = Field(default=None, ge=1, le=1 << 20)
+    max_version_lag: int | None = Field(default=None, ge=0)
+    ready_within: Seconds = 5.0
+
+    @field_validator("max_receivers")
+    @classmethod
+    def _no_fewer_than_it_waits_for(cls, most: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("min_receivers", 0)
+        if most is not None and most < least:
+            raise PydanticCustomError("fewer", f"fewer than min_receivers={least}")
+        return most
 
 
 class ReceiverOptions(_Options):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-__all__ = ["PHASES", "Phases", "Report", "VersionRecord"]
+__all__ = ["PHASES", "Phases", "Report", "VersionRecord", "together"]
 
 PHASES = (
     "offer",
@@ -70,6 +70,8 @@ class Report:
         digest: hex digest of what this rank sent or received; empty with ``verify="off"``.
         path: which way the bytes took, and why.
         roster: receivers to which the version was offered.
+        left_out: those of them that a sender went on without.
+        waves: in which it reached them.
     """
 
     role: Literal["sender", "receiver"]
@@ -83,6 +85,8 @@ class Report:
     digest: str
     path: str
     roster: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    waves: int = 1
 
     @property
     def gbps(self) -> float:
@@ -91,6 +95,19 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "gbps": self.gbps}
+
+
+def together(waves: Sequence[Report], seconds: float, phases: dict[str, float]) -> Report:
+    """One report of all waves of a version."""
+    return replace(
+        waves[-1],
+        nbytes=sum(wave.nbytes for wave in waves),
+        seconds=seconds,
+        phases=phases,
+        roster=tuple(sorted({name for wave in waves for name in wave.roster})),
+        left_out=tuple(sorted({name for wave in waves for name in wave.left_out})),
+        waves=len(waves),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Literal, Self
 
 import msgspec
@@ -21,12 +21,12 @@ from weightwire.digest import Verify
 from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.grouping import DEFAULT_GROUP_BYTES
 from weightwire.handle import Handle, close_all, ranks_of, slot_device
-from weightwire.lifecycle import Offering, SenderMachine, Transfer, lost_readers
+from weightwire.lifecycle import Offering, SenderMachine, Terms, Transfer, lost_readers
 from weightwire.lifecycle.retention import Retention
 from weightwire.options import SenderOptions, make_options
 from weightwire.placements import LocalShard
 from weightwire.plugins import registry
-from weightwire.report import Phases, Report, VersionRecord
+from weightwire.report import Phases, Report, VersionRecord, together
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Leader, LeaseObserver
@@ -41,6 +41,7 @@ __all__ = ["WeightSender", "open_sender"]
 
 
 _GOODBYE_SECONDS = 5.0
+_NOBODY, _OVER, _MORE = b"", b"over", b"more"
 _OUTCOME_GRACE = 0.4
 """Seconds by which rank 0 may say later than the deadline how the version ended."""
 
@@ -65,6 +66,7 @@ class WeightSender(Handle):
                 f"backend {self.backend!r} can't send to nobody (min_receivers=0): it needs live "
                 "receivers; choose a backend that stores versions, such as 'filesystem'"
             )
+        self._terms = Terms(**{each.name: getattr(options, each.name) for each in fields(Terms)})
         self._last: Report | None = None
         self._published = ""  # digest of the table that the session holds
         self._is_heard = False  # the other ranks read, or have read, how the last call ended
@@ -209,15 +211,22 @@ class WeightSender(Handle):
         began = time.perf_counter()
         phases = Phases()
         self._is_heard = False
+        waves: list[Report] = []
+        more = True
         try:
-            resolved = self._ours.arrive(version, wait, phases, self._refusal(version))
-            if self._rank == 0:
-                report = self._lead(version, wait, resolved, phases, began)
-            else:
-                report = self._follow(resolved, phases, began)
+            while more:
+                resolved = self._ours.arrive(
+                    version, wait, phases, self._refusal(version), begins=not waves
+                )
+                if self._rank == 0:
+                    wave, more = self._lead(version, wait, resolved, phases, began)
+                else:
+                    wave, more = self._follow(resolved, phases, began)
+                waves += wave
         except BaseException as error:
             self._notify("weightwire_aborted", version, error=error)
             raise
+        report = together(waves, time.perf_counter() - began, dict(phases.seconds))
         self._last, self._is_heard = report, True
         self._notify("weightwire_published", version, report=report)
         return report
@@ -238,7 +247,8 @@ class WeightSender(Handle):
         resolved: Resolved,
         phases: Phases,
         began: float,
-    ) -> Report:
+    ) -> tuple[list[Report], bool]:
+        """One wave; the report of what it moved, if there was anybody, and whether more follow."""
         assert self._ours.table is not None  # noqa: S101 - _arrive() set it
         reports: list[Report] = []
 
@@ -271,21 +281,22 @@ class WeightSender(Handle):
                 senders=self._ours.transports,
                 verify=self._options.verify,
                 wait=wait,
-                on_receiver_loss=self._options.on_receiver_loss,
-                min_receivers=self._options.min_receivers,
+                terms=self._terms,
             )
             drive(self._machine.send(offering), self._watch, perform)
             self._ours.done()
+            if not reports:
+                self._agreement.tell("start", _NOBODY)
         except BaseException as error:
             self._abandon(error, started=bool(reports))
             raise
         finally:
             with self._verdicts:
                 self._sending = None
-        self._agreement.tell("outcome", b"")
+        self._agreement.tell("outcome", _MORE if self._machine.more else _OVER)
         self._retire()
         lap("commit")
-        return self._finished_report(reports[0], phases, began)
+        return reports, self._machine.more
 
     def _retire(self) -> None:
         try:
@@ -294,15 +305,19 @@ class WeightSender(Handle):
             # The version is out all the same; the next one tries again.
             log.warning("old versions weren't dropped: %s", error)
 
-    def _follow(self, resolved: Resolved, phases: Phases, began: float) -> Report:
+    def _follow(
+        self, resolved: Resolved, phases: Phases, began: float
+    ) -> tuple[list[Report], bool]:
+        reports: list[Report] = []
         try:
             with phases.timed("ready"):
                 payload = drive(self._agreement.hear("start"), self._watch)
-            start = msgspec.msgpack.decode(payload, type=Start)
-            self._sending = start.offer
-            report = self._ours.move(start.offer, start.readers, resolved, phases, began)
+            if payload != _NOBODY:
+                start = msgspec.msgpack.decode(payload, type=Start)
+                self._sending = start.offer
+                reports.append(self._ours.move(start.offer, start.readers, resolved, phases, began))
             with phases.timed("commit"):
-                drive(self._agreement.hear("outcome", grace=_OUTCOME_GRACE), self._watch)
+                outcome = drive(self._agreement.hear("outcome", grace=_OUTCOME_GRACE), self._watch)
             self._agreement.acknowledge("left")
             self._ours.done()
         except BaseException as error:
@@ -312,7 +327,7 @@ class WeightSender(Handle):
         finally:
             with self._verdicts:
                 self._sending = None
-        return self._finished_report(report, phases, began)
+        return reports, outcome == _MORE
 
     def _abandon(self, error: BaseException, *, started: bool) -> None:
         """Rank 0: leave the transport and the other ranks in good order."""
@@ -323,9 +338,6 @@ class WeightSender(Handle):
                 self._agreement.fail("sent", error)
             self._agreement.tell("outcome", b"", error)
         self._retire()  # an aborted version may have been published
-
-    def _finished_report(self, report: Report, phases: Phases, began: float) -> Report:
-        return replace(report, seconds=time.perf_counter() - began, phases=dict(phases.seconds))
 
     # ---------------------------------------------------------------------- watching
 
@@ -434,7 +446,11 @@ def open_sender(
     device: str | None = None,
     resume_from: int | None = None,
     min_receivers: int = 1,
+    max_receivers: int | None = None,
     on_receiver_loss: Literal["fail", "continue"] = "fail",
+    max_unavailable: int | None = None,
+    max_version_lag: int | None = None,
+    ready_within: float = 5.0,
     lease_ttl: float = 10.0,
     timeout: float = 600.0,
     open_timeout: float = 60.0,
@@ -460,7 +476,16 @@ def open_sender(
         min_receivers: receivers that must have joined before a version is offered
             (only where the backend needs live ones); 0 says that it may go to nobody,
             which such a backend refuses.
+        max_receivers: receivers that get an offer: those of the last one, then those that
+            joined first; others wait.  By default all that joined.
         on_receiver_loss: ``"fail"`` the version, or ``"continue"`` without the lost one.
+        max_unavailable: receivers that may be out of service at a time.  A version then
+            goes to the pool in waves, and ``send`` returns after the last one; of stored
+            versions, receivers take turns.  By default all at once.
+        max_version_lag: finished versions by which a receiver may fall behind.  One that
+            isn't ready is then left out of a version, instead of being waited for; before
+            a stored version, ``send`` waits for those that are further behind.
+        ready_within: seconds that a receiver has to get ready before it is left out.
         lease_ttl: seconds of silence after which this sender counts as dead.
         timeout: seconds for a ``send``.
         open_timeout: seconds for reaching the session.
@@ -486,7 +511,11 @@ def open_sender(
         device=device,
         resume_from=resume_from,
         min_receivers=min_receivers,
+        max_receivers=max_receivers,
         on_receiver_loss=on_receiver_loss,
+        max_unavailable=max_unavailable,
+        max_version_lag=max_version_lag,
+        ready_within=ready_within,
         lease_ttl=lease_ttl,
         timeout=timeout,
         open_timeout=open_timeout,

@@ -99,12 +99,19 @@ class TrainerRank:
         self.transports: tuple[bytes, ...] = ()
 
     def arrive(
-        self, version: int, wait: Wait, phases: Phases, refusal: BaseException | None
+        self,
+        version: int,
+        wait: Wait,
+        phases: Phases,
+        refusal: BaseException | None,
+        *,
+        begins: bool = True,
     ) -> Resolved:
         """Resolve the source on every rank, and agree on what is to be sent.
 
         Args:
             refusal: why rank 0 won't send this version.
+            begins: this is the call's first wave.
         """
         error = refusal
         resolved: Resolved | None = None
@@ -116,7 +123,7 @@ class TrainerRank:
                 arrival = _Arrival(version, wait, spec, self._digests)
             except BaseException as caught:  # an interruption too: the other ranks are told
                 error = error or caught
-            drive(self._agreement.next_round(), self._watch)
+            drive(self._agreement.next_round(begins=begins), self._watch)
             payloads = drive(
                 self._agreement.agree("arrive", msgspec.msgpack.encode(arrival), error), self._watch
             )
@@ -299,7 +306,14 @@ class TrainerRank:
             digest=combine(digest, self._options.verify),
             path=f"{self._backend.name} ({self._transport.path or capabilities.flow})",
             roster=offer.roster,
+            left_out=self._left_out(offer, readers),
         )
+
+    def _left_out(self, offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
+        """Whom the transfer doesn't wait for; stored versions wait for nobody."""
+        if self._backend.capabilities.flow == "store":
+            return ()
+        return tuple(sorted(set(offer.roster) - readers.keys()))
 
 
 def _refuse_unlike(arrivals: Sequence[_Arrival]) -> None:

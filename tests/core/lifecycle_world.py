@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightwire.contract import Capabilities, Policy
@@ -23,6 +23,7 @@ from weightwire.lifecycle import (
     ReceiverMachine,
     Rollback,
     SenderMachine,
+    Terms,
     Transfer,
     lost_readers,
 )
@@ -33,7 +34,7 @@ from weightwire.session.lease import LeaseKeeper, LeaseObserver
 from weightwire.session.records import Applied
 from weightwire.session.session import Session
 from weightwire.session.store import SessionStore
-from weightwire.waiting import Act
+from weightwire.waiting import Act, Waiting
 
 GROUPS = 3
 DERIVED = -1
@@ -69,15 +70,28 @@ class Crash(BaseException):
 class World:
     """A session directory, a clock, a data plane, and the observer's notes."""
 
-    def __init__(self, directory: Path, flow: str, keep: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        flow: str,
+        keep: int = 1,
+        max_unavailable: int | None = None,
+        max_version_lag: int | None = None,
+        max_receivers: int | None = None,
+    ) -> None:
         self.directory = directory
         self.flow = flow
         self.keep = keep
+        self.max_unavailable = max_unavailable
+        self.max_version_lag = max_version_lag
+        self.max_receivers = max_receivers
+        self.most_out = 0
         self.capabilities = CAPABILITIES[flow]
         self.now = 0.0
         self.processes: list[Process] = []
         self.records: dict[str, dict] = {}
         self.outcomes: dict[Policy, bool] = {}
+        self.waves: set[Policy] = set()
         self.commits: set[tuple[Policy, str]] = set()
         self.disk: dict[Policy, dict[int, Policy]] = {}
         self.announced: dict[Policy, Sender] = {}
@@ -129,6 +143,26 @@ class World:
         if key.endswith("/status"):
             assert isinstance(process, Receiver)
             process.judge_status()
+            self._judge_pool(process, body["state"])
+
+    def _judge_pool(self, process: Receiver, state: str) -> None:
+        """No more are taken out of service at a time than may be."""
+        if state == "serving":
+            process.taken_out_by = 0
+        elif state == "installing" and process.serves:
+            process.taken_out_by = process.reading_from
+        process.serves = state == "serving"
+        if state != "installing":
+            return
+        newest = max(process.taken_out_by for process in self.live(Receiver))
+        out = [
+            process.name
+            for process in self.live(Receiver)
+            if process.leased and process.taken_out_by == newest > 0
+        ]
+        self.most_out = max(self.most_out, len(out))
+        if self.max_unavailable is not None:
+            assert len(out) <= self.max_unavailable, f"{out} are out of service at once"
 
     def forgotten(self, key: str) -> None:
         self.records.pop(key, None)
@@ -142,11 +176,14 @@ class World:
         self.outcomes[policy] = finished
         if not finished:
             return
+        if body.get("more"):
+            self.waves.add(policy)
         others = [
             other
             for other, done in self.outcomes.items()
             if done
             and other != policy
+            and other not in self.waves
             and (other.incarnation, other.version) == (policy.incarnation, policy.version)
         ]
         assert not others, f"{policy} finished, and so did {others}"
@@ -156,7 +193,7 @@ class World:
         if self.flow == "store":
             assert len(self.disk[policy]) == GROUPS, f"{policy} finished with holes"
         if process.wait == "applied" and process.on_loss == "fail":
-            for name in self.roster(policy):
+            for name in self._record(policy, "started")["readers"]:
                 assert (policy, name) in self.commits, f"{policy} finished before {name}"
 
     def roster(self, policy: Policy) -> list[str]:
@@ -296,6 +333,7 @@ class Process:
         self.fault: str | None = None
         self.restores = True
         self.error: BaseException | None = None
+        self.waits_for: Sequence[str] = ()
         self.member = None
         self.renewed = float("-inf")
         self.steps = None
@@ -398,6 +436,7 @@ class Process:
             self.failed(error)
         else:
             self.task = self.perform(step) if isinstance(step, Act) else None
+            self.waits_for = step.missing if isinstance(step, Waiting) else ()
 
     def injected(self, where: str) -> None:
         if self.fault == where:
@@ -425,6 +464,7 @@ class Sender(Process):
     kind = "senders"
     wait = "published"
     on_loss = "fail"
+    finished: int | None = None
 
     def joined(self) -> None:
         self.machine = SenderMachine(
@@ -442,13 +482,25 @@ class Sender(Process):
         last = self.machine.last
         if last is None:
             version = (self.resume_from or 0) + 1
-        elif self.world.outcomes.get(last) is True:
+        elif self.finished == last.version or (
+            self.world.outcomes.get(last) is True and last not in self.world.waves
+        ):
             version = last.version + 1
         else:
             version = last.version
         self.wait, self.on_loss, self.error = wait, on_loss, None
+        self._send(version)
+
+    def _send(self, version: int) -> None:
+        terms = Terms(
+            on_receiver_loss=self.on_loss,
+            max_receivers=self.world.max_receivers,
+            max_unavailable=self.world.max_unavailable,
+            max_version_lag=self.world.max_version_lag,
+            ready_within=0.0,
+        )
         self.steps = self.machine.send(
-            Offering(version, "table", 1, (b"",), "off", wait, on_loss, 1)
+            Offering(version, "table", 1, (b"",), "off", self.wait, terms)
         )
 
     def ended(self, result: object) -> None:
@@ -456,6 +508,10 @@ class Sender(Process):
         super().ended(result)
         if not claimed:
             self.retention.retire(lambda policy: self.world.drop(self, policy))
+            if self.machine.more:
+                self._send(self.machine.last.version)
+            else:
+                self.finished = self.machine.last.version
 
     def perform(self, act: Act) -> Iterator:
         assert isinstance(act, Transfer)
@@ -489,6 +545,8 @@ class Receiver(Process):
         self.reading: Policy | None = None
         self.acceptable: set[Policy] = set()
         self.machine: ReceiverMachine | None = None
+        self.serves = False
+        self.taken_out_by = self.reading_from = 0  # incarnations of the sender
         super().__init__(world, name)
 
     def joined(self) -> None:
@@ -540,6 +598,7 @@ class Receiver(Process):
                 # The protocol has just looked: what it takes was to be had while it did.
                 allowed = self.acceptable | self.world.acceptable(self.name)
                 assert offer.policy in allowed, f"{self.name} takes {offer.policy}: void"
+                self.reading_from = offer.policy.incarnation
                 return self._prepare()
             case Install(offer):
                 self.reading = offer.policy

@@ -68,9 +68,15 @@ class Lifecycle(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ what may happen
 
-    @initialize(keep=st.sampled_from([1, 2]))
-    def begin(self, keep: int) -> None:
-        self.world = sim.World(Path(self.directory) / "session", self.flow, keep)
+    @initialize(
+        keep=st.sampled_from([1, 2]),
+        max_unavailable=st.sampled_from([None, 1]),
+        max_version_lag=st.sampled_from([None, 0, 1]),
+    )
+    def begin(self, keep: int, max_unavailable: int | None, max_version_lag: int | None) -> None:
+        self.world = sim.World(
+            Path(self.directory) / "session", self.flow, keep, max_unavailable, max_version_lag
+        )
         sim.Sender(self.world, "sender")
         sim.Receiver(self.world, "a")
         sim.Receiver(self.world, "b")

@@ -15,7 +15,11 @@
       └── aborted, from any                      └──────────────── APPLIED     newest offer <───┘
 
 (1) A ``store`` backend moves its bytes first: ``started`` then means that they
-can be read.  (2) Only with ``wait="applied"``.
+can be read.  (2) Only with ``wait="applied"``, or in waves.
+
+With ``max_unavailable`` a version goes round once for each wave of receivers, as the
+next attempt; the version is finished by the last one (``Outcome.more``).  Readers of
+stored versions take turns between READY and INSTALLING instead (``turns``).
 
 Both machines are generators (``waiting.Steps``): they read and write session
 records, yield ``Waiting`` when another process must act first, and yield an
@@ -32,6 +36,7 @@ a crash between any two of them leaves a session from which a restart recovers:
 
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback, Transfer
 from weightwire.lifecycle.receiver import ReceiverMachine
+from weightwire.lifecycle.rollout import Terms
 from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
 from weightwire.lifecycle.states import ReceiverState, SenderState
 
@@ -46,6 +51,7 @@ __all__ = [
     "Rollback",
     "SenderMachine",
     "SenderState",
+    "Terms",
     "Transfer",
     "lost_readers",
 ]

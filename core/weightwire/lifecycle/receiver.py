@@ -25,6 +25,7 @@ from weightwire.lifecycle.states import (
     RECEIVER_TRANSITIONS,
     ReceiverState,
 )
+from weightwire.lifecycle.turns import Turns
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver, Member
 from weightwire.session.membership import newest
@@ -67,6 +68,7 @@ class ReceiverMachine:
         self.serving: Policy | None = None
         self.tainted: ErrorInfo | None = None
         self._tried: Policy | None = None
+        self._turns = Turns(session, member, observer)
 
     @property
     def receiver_id(self) -> str:
@@ -186,6 +188,8 @@ class ReceiverMachine:
             try:
                 yield from self._prepare(offer)
                 go = yield from self._await_start(offer)
+                if go and self.capabilities.flow == "store":
+                    go = yield from self._await_turn(record)
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -204,8 +208,20 @@ class ReceiverMachine:
                 return record
             if record is not None and self.capabilities.flow != "store":
                 self._decline_low(record.offer.policy, minimum)
-            sender = newest(self.session, "senders")
-            yield Waiting("offer", ("the sender" if sender is not None else "a sender to join",))
+            yield Waiting("offer", (self._who_offers(),))
+
+    def _who_offers(self) -> str:
+        sender = newest(self.session, "senders")
+        if sender is None:
+            return "a sender to join"
+        for policy in policies(self.session, sender.incarnation)[:1]:
+            record = offer_of(self.session, policy)
+            most = record.max_receivers if record is not None else None
+            if record is not None and most is not None:
+                roster = record.offer.roster
+                if self.receiver_id not in roster and len(roster) >= most:
+                    return f"the sender, whose max_receivers={most} are {', '.join(roster)}"
+        return "the sender"
 
     def _decline_low(self, policy: Policy, minimum: int) -> None:
         """Tell a sender that waits for us that we wait for a later version."""
@@ -260,6 +276,19 @@ class ReceiverMachine:
                     f"before it started {policy}: restart it"
                 )
             yield Waiting("started", ("the sender",))
+
+    def _await_turn(self, record: OfferRecord) -> Steps[bool]:
+        """True once this replica may stop serving; False when there is a newer version."""
+        most = record.max_unavailable
+        if most is None or self.serving is None:
+            return True  # one that serves nothing isn't taken out of service
+        while holders := self._turns.take(most):
+            latest = self.newest_offer()
+            if latest is None or latest.offer.policy != record.offer.policy:
+                return False
+            who = tuple(f"receiver {name!r}, whose turn it is" for name in holders)
+            yield Waiting(f"a turn to be out of service (max_unavailable={most})", who)
+        return True
 
     def _withdraw(self, policy: Policy, error: BaseException) -> None:
         """Take ``receiver_ready`` back, and answer a sender that has started on it.
@@ -340,10 +369,12 @@ class ReceiverMachine:
         self._release()
 
     def _release(self) -> None:
+        """Give back what this receiver holds in the session; else it ends with its lease."""
         if self.capabilities.flow == "store":
-            # A lease that can't be given back ends with this member's own.
             with contextlib.suppress(SessionError):
                 self.session.delete(self._reading)
+                if self.serving is not None:  # else it is still out of service
+                    self._turns.give_back()
 
     def _write_current_status(self) -> None:
         if self.tainted is not None:

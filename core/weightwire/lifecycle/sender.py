@@ -18,6 +18,7 @@ from weightwire.errors import (
 from weightwire.fingerprint import Fingerprint
 from weightwire.lifecycle.acts import Transfer
 from weightwire.lifecycle.history import outcome_of
+from weightwire.lifecycle.rollout import Rollout, Terms, replica_of
 from weightwire.lifecycle.states import (
     SENDER_TRANSITIONS,
     SenderState,
@@ -41,12 +42,7 @@ __all__ = ["Offering", "SenderMachine", "lost_readers"]
 
 @dataclass(frozen=True)
 class Offering:
-    """What ``SenderMachine.send`` is asked to do.
-
-    Attributes:
-        on_receiver_loss: ``fail`` the version, or ``continue`` without the lost receiver.
-        min_receivers: how many must be in the roster where live receivers are needed.
-    """
+    """What ``SenderMachine.send`` is asked to do."""
 
     version: int
     table_digest: str
@@ -54,8 +50,7 @@ class Offering:
     senders: tuple[bytes, ...]
     verify: str
     wait: Wait
-    on_receiver_loss: str = "fail"
-    min_receivers: int = 1
+    terms: Terms
 
 
 class SenderMachine:
@@ -64,6 +59,10 @@ class SenderMachine:
     Args:
         member: the claimed incarnation.
         capabilities: of the backend.
+
+    Attributes:
+        more: after ``send``: other receivers still have to get the version, in a wave
+            that calling it again begins.
     """
 
     def __init__(
@@ -79,7 +78,11 @@ class SenderMachine:
         self.capabilities = capabilities
         self.state = SenderState.IDLE
         self.last: Policy | None = None
+        self.more = False
         self._last_finished = False
+        self._rollout = Rollout()
+        self._last_roster: frozenset[str] = frozenset()
+        self._finished: list[int] = []
 
     def _enter(self, state: SenderState) -> None:
         if state not in SENDER_TRANSITIONS[self.state]:
@@ -111,8 +114,11 @@ class SenderMachine:
                 attempt = self.last.attempt + 1
         return Policy(self.member.incarnation, version, attempt)
 
-    def send(self, offering: Offering) -> Steps[Policy]:
-        """One version, from its offer to its outcome.
+    def send(self, offering: Offering) -> Steps[Policy | None]:
+        """One wave of a version, from its offer to its outcome; see ``more``.
+
+        Returns:
+            None if nobody was left for another wave.
 
         Raises:
             ConfigError: the version doesn't rise.
@@ -121,12 +127,17 @@ class SenderMachine:
         """
         self._refuse_if_superseded()
         policy = self.next_policy(offering.version)
+        if not self.more:
+            self._rollout = Rollout()
         began = time.monotonic()
-        needs_live = self.capabilities.needs_live_receivers
-        roster = yield from self._roster(
-            offering.min_receivers if needs_live else 0,
-            waits=needs_live or offering.wait == "applied",
-        )
+        try:
+            roster = yield from self._next_wave(offering)
+        except BaseException:
+            self.more = False
+            raise
+        if not roster and self.more:
+            self._finish(offering.version)  # whoever was left has gone meanwhile
+            return None
         offer = Offer(
             policy=policy,
             table_digest=offering.table_digest,
@@ -134,15 +145,13 @@ class SenderMachine:
             senders=offering.senders,
             verify=offering.verify,  # type: ignore[arg-type]  # checked when the sender opened
         )
+        wave = dict(roster)
         self.last, self._last_finished = policy, False
+        self._last_roster = self._last_roster | roster.keys() if self.more else frozenset(roster)
+        self._rollout.waves += 1
         self._enter(SenderState.OFFERED)
         try:
-            self.session.write(
-                keys.version(policy, "offer"),
-                OfferRecord(
-                    offer, self.member.record.backend, offering.nbytes, offering.wait, time.time()
-                ),
-            )
+            self._write_offer(offer, offering)
             if self.capabilities.flow == "store":
                 yield Transfer(offer, {})
                 self._start(policy, roster)
@@ -158,19 +167,36 @@ class SenderMachine:
                     )
                     self._go_on_without(receiver_id, roster, offering, error)
                 yield Transfer(offer, readers)
-            if offering.wait == "applied":
+            if offering.wait == "applied" or self._goes_in_waves(offering):
                 yield from self._gather_applied(offer, roster, offering)
             self._enter(SenderState.CLOSING)
             self._refuse_if_superseded()
+            self._rollout.done.update({name: member.incarnation for name, member in wave.items()})
+            self.more = self._goes_in_waves(offering) and self._is_anybody_left(offering)
             self._conclude(policy, None, began)
         except GeneratorExit:
             raise  # a crash, to the tests: nothing may be written any more
         except BaseException as error:
-            self.state = SenderState.IDLE
+            self.state, self.more = SenderState.IDLE, False
             self._conclude(policy, error, began)
             raise
         self._enter(SenderState.IDLE)
         return policy
+
+    def _write_offer(self, offer: Offer, offering: Offering) -> None:
+        terms = offering.terms
+        self.session.write(
+            keys.version(offer.policy, "offer"),
+            OfferRecord(
+                offer,
+                self.member.record.backend,
+                offering.nbytes,
+                offering.wait,
+                time.time(),
+                max_receivers=terms.max_receivers,
+                max_unavailable=terms.max_unavailable,
+            ),
+        )
 
     def _start(self, policy: Policy, readers: Mapping[str, Member]) -> None:
         self._refuse_if_superseded()
@@ -180,17 +206,23 @@ class SenderMachine:
 
     def _conclude(self, policy: Policy, error: BaseException | None, began: float) -> None:
         info = None if error is None else ErrorInfo.of(error)
-        outcome = Outcome(info, time.monotonic() - began, time.time())
+        outcome = Outcome(info, time.monotonic() - began, time.time(), more=self.more)
         try:
             if self.session.create(keys.version(policy, "outcome"), outcome):
-                self._last_finished = error is None
+                finished = error is None and not self.more
             else:
                 # Interrupted just after it was written: what is there counts.
                 written = outcome_of(self.session, policy)
-                self._last_finished = written is not None and written.error is None
+                finished = written is not None and written.error is None and not written.more
+            if finished:
+                self._finish(policy.version)
         except SessionError:
             if error is None:
                 raise  # else the first error matters more than a session that is gone
+
+    def _finish(self, version: int) -> None:
+        self.more, self._last_finished = False, True
+        self._finished.append(version)
 
     def supersession(self) -> SessionError | None:
         """Why this sender may not go on, or None."""
@@ -213,11 +245,36 @@ class SenderMachine:
                 f"{current.record.host}: close this sender"
             )
 
-    def _roster(self, minimum: int, *, waits: bool) -> Steps[dict[str, Member]]:
+    # ---------------------------------------------------------------------- the pool
+
+    def _goes_in_waves(self, offering: Offering) -> bool:
+        """Stored versions are read when their readers choose; those take turns instead."""
+        return self.capabilities.flow != "store" and offering.terms.max_unavailable is not None
+
+    def _next_wave(self, offering: Offering) -> Steps[dict[str, Member]]:
+        roster = yield from self._roster(offering)
+        if not self._goes_in_waves(offering):
+            return roster
+        pool = {name: replica_of(self.session, member) for name, member in roster.items()}
+        return self._rollout.next_wave(offering.version, pool, offering.terms.max_unavailable)
+
+    def _is_anybody_left(self, offering: Offering) -> bool:
+        alive = self._ours(live_members(self.session, self.observer))
+        chosen = self._chosen(alive, offering.terms.max_receivers)
+        return any(not self._rollout.is_done(name, member) for name, member in chosen.items())
+
+    def _ours(self, alive: Mapping[str, Member]) -> dict[str, Member]:
+        ours = self.member.record.backend
+        return {name: member for name, member in alive.items() if _backend(member) == ours}
+
+    def _roster(self, offering: Offering) -> Steps[dict[str, Member]]:
+        terms = offering.terms
+        needs_live = self.capabilities.needs_live_receivers
+        waits = needs_live or offering.wait == "applied" or terms.max_version_lag is not None
+        minimum = terms.min_receivers if needs_live and not self.more else 0
         while True:
             alive = live_members(self.session, self.observer)
-            ours = self.member.record.backend
-            roster = {name: member for name, member in alive.items() if _backend(member) == ours}
+            roster = self._ours(alive)
             unsure = [
                 receiver_id
                 for receiver_id, member in roster.items()
@@ -228,31 +285,86 @@ class SenderMachine:
                 yield Waiting("sign of life", tuple(f"receiver {name!r}" for name in unsure))
                 continue
             if len(roster) >= minimum:
-                most = self.capabilities.max_receivers
-                if most is not None and len(roster) > most:
-                    raise UnsupportedOperation(
-                        f"{len(roster)} receivers are in the session, this backend takes {most}: "
-                        "close some, or choose another backend"
-                    )
-                return roster
+                roster = self._chosen(roster, terms.max_receivers)
+                if not (behind := self._too_far_behind(roster, terms.max_version_lag)):
+                    return roster
+                lag = terms.max_version_lag
+                yield Waiting(f"receivers to come within max_version_lag={lag}", behind)
+                continue
             others = tuple(
-                f"receiver {name!r} (opened with {_backend(member)!r}, this sender with {ours!r})"
+                f"receiver {name!r} (opened with {_backend(member)!r}, this sender with "
+                f"{self.member.record.backend!r})"
                 for name, member in alive.items()
                 if name not in roster
             )
             joined = f"receivers ({len(roster)} of at least {minimum} joined)"
             yield Waiting(joined, others or ("receivers",))
 
+    def _chosen(self, roster: dict[str, Member], most: int | None) -> dict[str, Member]:
+        """At most ``most`` of them: those of the last offer, then those that joined first."""
+        takes = self.capabilities.max_receivers
+        if most is None and takes is not None and len(roster) > takes:
+            raise UnsupportedOperation(
+                f"{len(roster)} receivers are in the session, this backend takes {takes}: "
+                f"close some, open the sender with max_receivers={takes}, or choose another backend"
+            )
+
+        def rank(name: str) -> tuple[bool, float, str]:
+            return name not in self._last_roster, roster[name].record.created, name
+
+        return {name: roster[name] for name in sorted(roster, key=rank)[:most]}
+
+    def _too_far_behind(self, roster: Mapping[str, Member], most: int | None) -> tuple[str, ...]:
+        """Readers of stored versions that must catch up before there is another one."""
+        if most is None or self.capabilities.flow != "store":
+            return ()
+        behind = []
+        for name, member in roster.items():
+            replica = replica_of(self.session, member)
+            lag = replica.lag(self.member.incarnation, self._finished)
+            if lag > most and replica.serving is not None:
+                behind.append(f"receiver {name!r} (serves {replica.serving.version}, {lag} behind)")
+        return tuple(behind)
+
+    def _may_stay_behind(self, member: Member, most: int) -> bool:
+        replica = replica_of(self.session, member)
+        if replica.serving is None:
+            return True
+        return replica.lag(self.member.incarnation, self._finished) + 1 <= most
+
+    # ---------------------------------------------------------------------- the answers
+
     def _gather_ready(
         self, offer: Offer, roster: dict[str, Member], offering: Offering
     ) -> Steps[dict[str, Sequence[bytes]]]:
         readers: dict[str, Sequence[bytes]] = {}
+        patience = time.monotonic() + offering.terms.ready_within
         while True:
             self._look_who_is_ready(offer, roster, readers, offering)
+            if time.monotonic() >= patience:
+                self._leave_behind(roster, readers, offering)
             missing = sorted(roster.keys() - readers.keys())
             if not missing:
                 return readers
             yield Waiting("receiver_ready", tuple(f"receiver {name!r}" for name in missing))
+
+    def _leave_behind(
+        self,
+        roster: dict[str, Member],
+        readers: Mapping[str, Sequence[bytes]],
+        offering: Offering,
+    ) -> None:
+        """Strike off those that aren't ready, if all of them may fall behind."""
+        most = offering.terms.max_version_lag
+        if most is None:
+            return
+        late = roster.keys() - readers.keys()
+        enough = 1 if self._goes_in_waves(offering) else max(1, offering.terms.min_receivers)
+        if len(readers) >= enough and all(
+            self._may_stay_behind(roster[name], most) for name in late
+        ):
+            for name in late:
+                del roster[name]
 
     def _look_who_is_ready(
         self,
@@ -279,7 +391,7 @@ class SenderMachine:
         self, offer: Offer, roster: dict[str, Member], offering: Offering
     ) -> Steps[None]:
         applied: set[str] = set()
-        alike: dict[str, tuple[str, str]] = {}
+        alike = self._rollout.alike
         while missing := sorted(roster.keys() - applied):
             for receiver_id in missing:
                 member = roster[receiver_id]
@@ -334,7 +446,7 @@ class SenderMachine:
         error: WeightWireError,
     ) -> None:
         """A roster member is gone or has failed: raise ``error``, or strike it off."""
-        if offering.on_receiver_loss == "fail" or self.capabilities.flow == "collective":
+        if offering.terms.on_receiver_loss == "fail" or self.capabilities.flow == "collective":
             raise error
         del roster[receiver_id]
         if not roster and self.capabilities.needs_live_receivers:

@@ -12,6 +12,7 @@
     versions/<n>/<version>.<attempt>/{ready,applied}/<receiver id>/<receiver's n>
     reading/<receiver id>/<receiver's n>        which version a receiver is reading
     retired/<n>/<version>.<attempt>             no reader may start on this any more
+    turns/<slot>/<n>/{holder,over}              who may be out of service, one after the other
     agree/<kind>/<n>/<round>/<step>/<rank>    agreement among the ranks of one side
 
 Every record has one writer: an incarnation that was taken for dead, and wakes up,
@@ -38,6 +39,7 @@ __all__ = [
     "reading",
     "retired",
     "table",
+    "turn",
     "validate_key",
     "validate_member_id",
     "validate_version",
@@ -110,6 +112,12 @@ def answer(policy: Policy, sentinel: str, receiver_id: str, incarnation: int) ->
 
 def reading(receiver_id: str, incarnation: int) -> str:
     return f"reading/{receiver_id}/{incarnation:06d}"
+
+
+def turn(slot: int, number: int | None = None, *rest: str) -> str:
+    """Key below a slot of those that may be out of service at a time."""
+    which = [] if number is None else [f"{number:09d}"]
+    return "/".join(["turns", f"{slot:06d}", *which, *rest])
 
 
 def agree(kind: str, incarnation: int, *rest: str) -> str:

@@ -42,6 +42,8 @@ __all__ = [
     "SessionRecord",
     "Started",
     "Status",
+    "Turn",
+    "TurnOver",
 ]
 
 SCHEMA = 1
@@ -126,13 +128,20 @@ class Status(Record, frozen=True):
 
 
 class OfferRecord(Record, frozen=True):
-    """``sender_ready``."""
+    """``sender_ready``.
+
+    Attributes:
+        max_receivers: how many the sender takes; whoever isn't in the roster may read why.
+        max_unavailable: how many readers of a stored version may install it at a time.
+    """
 
     offer: Offer
     backend: Name
     nbytes: Count
     waits_for: Literal["applied", "published"]
     created: float
+    max_receivers: Annotated[int, Meta(ge=1)] | None = None
+    max_unavailable: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
 
 
 class Ready(Record, frozen=True):
@@ -165,11 +174,27 @@ class Applied(Record, frozen=True):
 
 
 class Outcome(Record, frozen=True):
-    """``finished`` when there is no error, else ``aborted``."""
+    """``finished`` when there is no error, else ``aborted``.
+
+    Attributes:
+        more: finished for this wave; the version is offered to others in the next attempt.
+    """
 
     error: ErrorInfo | None = None
     seconds: Annotated[float, Meta(ge=0)] = 0.0
     created: float = 0.0
+    more: bool = False
+
+
+class Turn(Record, frozen=True):
+    """A receiver's turn to be out of service; nobody else has it until it is over."""
+
+    receiver_id: Name
+    incarnation: Count
+
+
+class TurnOver(Record, frozen=True):
+    """The turn was given back."""
 
 
 class Reading(Record, frozen=True):
