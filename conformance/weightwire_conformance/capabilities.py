@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "FINISHED_ARE_SERVED",
+    "LIVE_RECEIVERS_GET_OFFERS",
     "NOBODY_NEED_LISTEN",
     "Need",
     "limit_of",
@@ -44,6 +45,9 @@ NOBODY_NEED_LISTEN = Need(
 FINISHED_ARE_SERVED = Need(
     "a receiver that starts late gets the newest finished version",
     lambda c: bool(c["serves_finished"]) and not c["needs_live_receivers"],
+)
+LIVE_RECEIVERS_GET_OFFERS = Need(
+    "a version is offered to so many receivers and no more", lambda c: c["flow"] != "store"
 )
 
 

@@ -66,6 +66,11 @@ class WeightSender(Handle):
                 f"backend {self.backend!r} can't send to nobody (min_receivers=0): it needs live "
                 "receivers; choose a backend that stores versions, such as 'filesystem'"
             )
+        if options.max_receivers is not None and self._backend.capabilities.flow == "store":
+            raise UnsupportedOperation(
+                f"backend {self.backend!r} can't keep a pool at max_receivers="
+                f"{options.max_receivers}: it stores versions, and whoever comes may read them"
+            )
         self._terms = Terms(**{each.name: getattr(options, each.name) for each in fields(Terms)})
         self._last: Report | None = None
         self._published = ""  # digest of the table that the session holds
@@ -494,7 +499,8 @@ def open_sender(
         ConfigError: an argument is wrong.
         BackendNotFound: nothing installed has this name.
         BackendUnavailable: the backend can't run here.
-        UnsupportedOperation: ``min_receivers=0``, and the backend needs live receivers.
+        UnsupportedOperation: ``min_receivers=0``, and the backend needs live receivers; or
+            ``max_receivers``, and it stores versions.
         SessionError: the session can't be reached, or has a live sender.
     """
     rank, world_size = ranks_of(rank, world_size, group)

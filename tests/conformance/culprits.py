@@ -42,6 +42,14 @@ RED: dict[str, tuple[str, str]] = {
     ),
     "hangs": ("version-numbers-may-skip", "hangs: no answer"),
     "hangs-when-closed": ("closing-ends-a-call-that-waits-for-an-offer", "hangs: no answer"),
+    "sends-a-version-once": (
+        "a-pool-is-updated-one-by-one[one-trainer-rank]",
+        "went out already",
+    ),
+    "needs-the-whole-roster": (
+        "a-receiver-that-isnt-ready-may-fall-behind",
+        "not everybody is here",
+    ),
     "has-one-slot": ("overlap-changes-nothing-but-time[two-slots]", "there is one slot"),
     "holds-on-to-the-lost": (
         "the-others-go-on-without-a-lost-receiver[fetching]",
@@ -99,6 +107,7 @@ RED: dict[str, tuple[str, str]] = {
 ALSO: dict[str, str] = {
     # scenarios that no line above names: a culprit that they catch
     "a-bit-flipped-on-arrival-is-found": "unfit-after-abort",
+    "a-full-pool-takes-another-when-one-leaves": "keeps-its-roster",
     "a-killed-receiver-is-missed": "ignores-a-lost-receiver",
     "a-killed-inference-rank-ends-the-version-for-its-replica": "ignores-a-lost-receiver",
     "a-killed-trainer-rank-ends-the-version-for-everybody": "ignores-a-lost-sender",

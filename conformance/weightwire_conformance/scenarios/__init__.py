@@ -14,6 +14,7 @@ THEMES = {
     "tables": "what doesn't fit is refused before a byte moves",
     "corruption": "corrupted bytes are found",
     "elasticity": "coming, going and failing costs the others nothing",
+    "rollouts": "a pool gets a version in waves, and within its bounds",
     "flat": "nothing grows, nothing is left",
     "declaration": "what is declared is true",
 }

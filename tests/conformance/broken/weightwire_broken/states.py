@@ -100,6 +100,31 @@ class ServesOneReceiver(BrokenMemory):
 
 
 @broken
+class SendsAVersionOnce(BrokenMemory):
+    """A version that has gone to some can't go to others."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        newest = -1
+
+        def begin(self, offer, readers):
+            if offer.policy.version <= self.newest:
+                raise TransferError("that version went out already")
+            self.newest = offer.policy.version
+            super().begin(offer, readers)
+
+
+@broken
+class NeedsTheWholeRoster(BrokenMemory):
+    """Can't begin without everybody to whom a version was offered."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def begin(self, offer, readers):
+            if set(offer.roster) != set(readers):
+                raise TransferError("not everybody is here")
+            super().begin(offer, readers)
+
+
+@broken
 class HasOneSlot(BrokenMemory):
     """Can't overlap, and says so only when asked."""
 
