@@ -28,13 +28,20 @@ class Handle:
 
     A handle belongs to the process that opened it and runs one call at a time;
     anything else raises ``HandleError`` at once.
+
+    Args:
+        part_of: the watch of the handle that this one is a part of: it runs no calls of
+            its own, but takes part in those.
     """
 
-    def __init__(self, role: str, choice: BackendChoice, timeout: float) -> None:
+    def __init__(
+        self, role: str, choice: BackendChoice, timeout: float, part_of: Watch | None = None
+    ) -> None:
         self._role = role
         self._backend, self._config = select(choice)
         self._timeout = Deadline(timeout).seconds
-        self._watch = Watch()
+        self._watch = part_of or Watch()
+        self._is_part = part_of is not None
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._owner: int | None = None  # thread that runs the call
@@ -99,7 +106,8 @@ class Handle:
         if self._is_released or self._is_forked:
             return
         self._closed = True
-        self._watch.cancel(f"the {self._role} was closed")
+        if not self._is_part:
+            self._watch.cancel(f"the {self._role} was closed")
         if self._owner == threading.get_ident():
             return
         if not self._busy.acquire(timeout=_CLOSE_SECONDS):

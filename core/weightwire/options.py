@@ -23,6 +23,7 @@ class _Options(BaseModel):
     token: str | None = None
     overlap: bool = False
     device: str | None = None
+    catch_up: Any = None
     lease_ttl: Annotated[float, Field(ge=0.2, le=86400)] = 10.0
     timeout: Seconds = 600.0
     open_timeout: Seconds = 60.0

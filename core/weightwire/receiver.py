@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
+import msgspec
 import torch.distributed
 from torch import Tensor, nn
 
+from weightwire import catch_up as catching_up
 from weightwire.config import BackendChoice
-from weightwire.contract import Context, Offer, ReceiverTransport
-from weightwire.deadline import Deadline, calling
+from weightwire.contract import Context, Offer, Policy, ReceiverTransport
+from weightwire.deadline import Deadline, Watch, calling
 from weightwire.errors import (
     AuthenticationError,
+    ConfigError,
     HandleError,
     PeerLost,
     SessionError,
@@ -54,21 +58,26 @@ class WeightReceiver(Handle):
     def __init__(
         self,
         backend: BackendChoice,
-        session: str,
+        session: str | Session,
         target: nn.Module | Mapping[str, Tensor] | WeightTarget,
         receiver_id: str,
         options: ReceiverOptions,
+        *,
+        part_of: Watch | None = None,
     ) -> None:
         self._options = options
         self._rank, self._world_size = options.rank, options.world_size
         self._id = keys.validate_member_id(receiver_id)
         self._target = as_target(target)
-        super().__init__("receiver", backend, options.timeout)
-        self._url = session
+        super().__init__("receiver", backend, options.timeout, part_of)
+        if options.catch_up is not None:
+            catching_up.refuse_unfit(self._backend, options.catch_up)
+        self._where = session
         self._version: int | None = None
         self._attempt: Attempt | None = None
         deadline = Deadline(options.open_timeout)
-        self._watch.start(deadline)
+        if not self._is_part:
+            self._watch.start(deadline)
         with calling(deadline):
             self._open(deadline)
 
@@ -78,7 +87,11 @@ class WeightReceiver(Handle):
         self._joined = False
         self._leader: Leader | None = None
         self._gone: SessionError | None = None
-        self._session = Session.open(self._url, deadline=deadline, token=self._options.token)
+        self._session = (
+            self._where
+            if isinstance(self._where, Session)
+            else Session.open(self._where, deadline=deadline, token=self._options.token)
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(self._session.close)
             self._observer = LeaseObserver(self._session)
@@ -112,8 +125,22 @@ class WeightReceiver(Handle):
             self._machine = ReceiverMachine(
                 self._session, self._member, self._observer, capabilities
             )
+            self._late = self._open_catch_up()
             undo.pop_all()
         self._joined = True
+
+    def _open_catch_up(self) -> WeightReceiver | None:
+        """The receiver of what was stored before this one came."""
+        if self._options.catch_up is None:
+            return None
+        return WeightReceiver(
+            self._options.catch_up,
+            self._session.within(catching_up.SESSION),
+            self._target,
+            self._id,
+            self._options.model_copy(update={"catch_up": None, "overlap": False, "device": None}),
+            part_of=self._watch,
+        )
 
     def _open_transport(self) -> ReceiverTransport:
         return self._backend.open_receiver(
@@ -144,7 +171,8 @@ class WeightReceiver(Handle):
         self._version = None
         if self._joined:
             self._joined = False
-            close_all(self._keeper.stop, self._transport.close, self._session.close)
+            late = [self._late.close] if self._late is not None else []
+            close_all(*late, self._keeper.stop, self._transport.close, self._session.close)
             if self._gone is not None:
                 self._watch.forgive(self._gone)  # what the keeper saw is why we are here
         self._open(self._watch.deadline)
@@ -301,16 +329,12 @@ class WeightReceiver(Handle):
         attempt.before = self._version
         self._attempt = attempt
         try:
-            if self._rank == 0:
-                attempt.run = Run(
-                    self._machine.receive(minimum),
-                    self._watch,
-                    lambda act: self._replica.perform(attempt, act),
-                )
-                attempt.offer = attempt.run.until(Install).offer
-                self._replica.tell_go()
-            else:
-                attempt.offer = self._replica.follow_begin(attempt)
+            taken = (
+                self._lead_begin(attempt, minimum)
+                if self._rank == 0
+                else self._replica.follow_begin(attempt)
+            )
+            attempt.offer = taken if isinstance(taken, Offer) else self._begin_late(attempt, taken)
         except BaseException as error:
             self._attempt = None
             if attempt.run is not None:
@@ -321,9 +345,25 @@ class WeightReceiver(Handle):
                     self._replica.tell_failure(attempt, error)
             self._report_failure(attempt, error)
             raise
-        assert attempt.offer is not None  # noqa: S101 - both branches set it
         attempt.started = True
         return attempt.offer
+
+    def _lead_begin(self, attempt: Attempt, minimum: int) -> Offer | Policy:
+        """Rank 0: the offer that was taken and has started, or what was stored before."""
+        if self._late is not None:
+            steps = self._machine.await_offer_or_stored(minimum, self._late._newest_stored)
+            policy = drive(steps, self._watch)
+            if policy is not None:
+                self._replica.tell_detour(attempt, policy)
+                return policy
+        attempt.run = Run(
+            self._machine.receive(minimum),
+            self._watch,
+            lambda act: self._replica.perform(attempt, act),
+        )
+        offer = attempt.run.until(Install).offer
+        self._replica.tell_go()
+        return offer
 
     def _fetch(self) -> None:
         attempt = self._running("fetch")
@@ -331,7 +371,9 @@ class WeightReceiver(Handle):
             raise HandleError("fetch() was called twice: call commit()")
         self._version = None
         try:
-            if attempt.run is not None:
+            if attempt.late:
+                self._fetch_late()
+            elif attempt.run is not None:
                 attempt.run.until(Commit)
             else:
                 drive(self._replica.fetch_on_all(attempt), self._watch)
@@ -344,8 +386,11 @@ class WeightReceiver(Handle):
         attempt = self._running("commit")
         if not attempt.fetched:
             raise HandleError("commit() before fetch(): fetch the version first")
+        late: Report | None = None
         try:
-            if attempt.run is not None:
+            if attempt.late:
+                late = self._commit_late(attempt)
+            elif attempt.run is not None:
                 attempt.run.finish()
             else:
                 drive(self._replica.commit_on_all(attempt), self._watch)
@@ -356,7 +401,7 @@ class WeightReceiver(Handle):
         self._attempt = None
         policy = attempt.policy
         self._version = policy.version
-        report = self._replica.report(attempt, self.backend)
+        report = late or self._replica.report(attempt, self.backend)
         self._notify("weightwire_applied", policy.version, report=report)
         return report
 
@@ -375,11 +420,73 @@ class WeightReceiver(Handle):
             raise HandleError(f"{call}() without begin(): begin a version first")
         return self._attempt
 
+    # ---------------------------------------------------------------------- catching up
+
+    def _newest_stored(self) -> int | None:
+        """The newest version that was stored for late receivers; asked of the part."""
+        self._forget()
+        record = self._machine.newest_offer()
+        return record.offer.policy.version if record is not None else None
+
+    def _forget(self) -> None:
+        """The target was written to by the handle that this one is a part of."""
+        self._machine.serving = self._machine.tainted = self._version = None
+        self._replica.forget_plan()
+
+    def _begin_late(self, attempt: Attempt, policy: Policy) -> Offer:
+        late = self._late
+        if late is None:
+            raise ConfigError(
+                f"receiver {self._id!r} rank {self._rank} was opened without catch_up, rank 0 with "
+                "it: open all ranks alike"
+            )
+        late._forget()
+        attempt.late = True
+        offer = late._begin(policy.version)
+        self._replica.forget_plan()  # the target is planned for the stored table now
+        if offer.policy.version != policy.version:  # a newer one finished meanwhile
+            policy = self._machine.policy_of(offer.policy.version) or policy
+        return msgspec.structs.replace(offer, policy=policy)
+
+    def _fetch_late(self) -> None:
+        assert self._late is not None  # noqa: S101 - it has begun
+        if self._rank == 0:
+            self._machine.detour_begins()
+        self._late._fetch()
+
+    def _commit_late(self, attempt: Attempt) -> Report:
+        assert self._late is not None  # noqa: S101 - it has begun
+        report = self._late._commit()
+        policy = attempt.policy
+        if self._rank == 0:
+            self._machine.detour_ends(policy, report.digest)
+        else:
+            self._machine.serving, self._machine.tainted = policy, None
+        return replace(
+            report,
+            incarnation=policy.incarnation,
+            attempt=policy.attempt,
+            path=f"{report.path}, to catch up",
+        )
+
+    def _fail_late(self, error: BaseException) -> None:
+        assert self._late is not None  # noqa: S101 - it has begun
+        self._late._give_up(error)
+        tainted = self._late._machine.tainted
+        if self._rank == 0:
+            self._machine.detour_failed(tainted)
+        elif tainted is not None:
+            self._machine.tainted = tainted
+
     # ---------------------------------------------------------------------- outcomes
 
     def _end_failed(self, attempt: Attempt, error: BaseException) -> None:
         self._attempt = None
-        if self._rank != 0:
+        if attempt.late:
+            self._fail_late(error)
+            serving = self._machine.serving
+            self._version = serving.version if serving is not None else None
+        elif self._rank != 0:
             restored = self._replica.roll_back(attempt, error)
             if not restored:
                 self._machine.tainted = ErrorInfo.of(error)
@@ -402,7 +509,7 @@ class WeightReceiver(Handle):
         report: Report | None = None,
         error: BaseException | None = None,
     ) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and not self._is_part:
             record = VersionRecord(self._session.url, "receiver", self._id, version, report, error)
             registry().notify(hook, record)
 
@@ -438,9 +545,11 @@ class WeightReceiver(Handle):
     # ---------------------------------------------------------------------- closing
 
     def _release(self) -> None:
-        self._watch.start(Deadline(_RELEASE_SECONDS))
+        if not self._is_part:
+            self._watch.start(Deadline(_RELEASE_SECONDS))
         close_all(
             lambda: self._give_up(HandleError("the receiver was closed before commit()")),
+            *([self._late.close] if self._late is not None else []),
             self._keeper.stop,
             self._transport.close,
             self._say_goodbye,
@@ -472,6 +581,7 @@ def open_receiver(
     token: str | None = None,
     overlap: bool = False,
     device: str | None = None,
+    catch_up: BackendChoice | None = None,
     lease_ttl: float = 10.0,
     timeout: float = 600.0,
     open_timeout: float = 60.0,
@@ -490,6 +600,8 @@ def open_receiver(
             verified and written, where the transport can bring it meanwhile.
         device: where slots lie (``cpu``, ``cuda:0``); by default where the target does, if
             the backend can receive there.
+        catch_up: the sender's: a replica that serves nothing takes the newest finished
+            version from there at once, instead of waiting for the next one.
         lease_ttl: seconds of silence after which this replica counts as dead.
         timeout: seconds for a ``receive``.
         open_timeout: seconds for reaching the session.
@@ -498,6 +610,7 @@ def open_receiver(
         ConfigError: an argument is wrong.
         BackendNotFound: nothing installed has this name.
         BackendUnavailable: the backend can't run here.
+        UnsupportedOperation: ``catch_up``, and the backend stores versions itself.
         SessionError: the session can't be reached, or a live replica has this id.
     """
     rank, world_size = ranks_of(rank, world_size, group)
@@ -508,6 +621,7 @@ def open_receiver(
         token=token,
         overlap=overlap,
         device=device,
+        catch_up=catch_up,
         lease_ttl=lease_ttl,
         timeout=timeout,
         open_timeout=open_timeout,

@@ -26,6 +26,7 @@ from weightwire.waiting import Act, Run, Steps, drive
 __all__ = ["Attempt", "Replica"]
 
 _GO, _AGAIN = b"go", b"again"
+_DETOUR = b"detour:"  # no offer begins so
 _ROLLBACK_SECONDS = 0.15
 _MOST_ROLLBACK_SECONDS = 3.0
 """How long ranks wait for each other's roll-back beyond the call's deadline."""
@@ -40,6 +41,7 @@ class Attempt:
         self.run: Run[Policy] | None = None
         self.told = False
         self.started = False
+        self.late = False  # it is taken on another way: see ``catch_up``
         self.dirty = False
         self.fetched = False
         self.committed = False
@@ -262,16 +264,29 @@ class Replica:
         """Rank 0: the transfer has started."""
         self._agreement.tell("go", _GO)
 
-    def follow_begin(self, attempt: Attempt) -> Offer:
-        """Other ranks: what rank 0 takes, planned and started."""
+    def tell_detour(self, attempt: Attempt, policy: Policy) -> None:
+        """Rank 0: this version is taken on another way."""
+        self._agreement.open_round()
+        attempt.told = True
+        self._agreement.tell("offer", _DETOUR + msgspec.msgpack.encode(policy))
+
+    def forget_plan(self) -> None:
+        """The target was planned for another table since."""
+        self._table_digest = ""
+
+    def follow_begin(self, attempt: Attempt) -> Offer | Policy:
+        """Other ranks: what rank 0 takes, planned and started; or what it takes on another way."""
         return drive(self._follow_begin(attempt), self._watch)
 
-    def _follow_begin(self, attempt: Attempt) -> Steps[Offer]:
+    def _follow_begin(self, attempt: Attempt) -> Steps[Offer | Policy]:
         begins = True
         while True:
             yield from self._agreement.next_round(begins=begins)
             begins = False
-            offer = msgspec.msgpack.decode((yield from self._agreement.hear("offer")), type=Offer)
+            heard = yield from self._agreement.hear("offer")
+            if heard.startswith(_DETOUR):
+                return msgspec.msgpack.decode(heard.removeprefix(_DETOUR), type=Policy)
+            offer = msgspec.msgpack.decode(heard, type=Offer)
             attempt.reset(offer)
             yield from self.prepare_on_all(attempt, offer)
             if (yield from self._agreement.hear("go")) == _GO:

@@ -72,6 +72,7 @@ class Report:
         roster: receivers to which the version was offered.
         left_out: those of them that a sender went on without.
         waves: in which it reached them.
+        catch_up: where late receivers find it, or why they don't; empty without ``catch_up``.
     """
 
     role: Literal["sender", "receiver"]
@@ -87,6 +88,7 @@ class Report:
     roster: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     waves: int = 1
+    catch_up: str = ""
 
     @property
     def gbps(self) -> float:
@@ -97,7 +99,9 @@ class Report:
         return {**asdict(self), "gbps": self.gbps}
 
 
-def together(waves: Sequence[Report], seconds: float, phases: dict[str, float]) -> Report:
+def together(
+    waves: Sequence[Report], seconds: float, phases: dict[str, float], catch_up: str
+) -> Report:
     """One report of all waves of a version."""
     return replace(
         waves[-1],
@@ -107,6 +111,7 @@ def together(waves: Sequence[Report], seconds: float, phases: dict[str, float]) 
         roster=tuple(sorted({name for wave in waves for name in wave.roster})),
         left_out=tuple(sorted({name for wave in waves for name in wave.left_out})),
         waves=len(waves),
+        catch_up=catch_up,
     )
 
 

@@ -14,9 +14,10 @@ import msgspec
 import torch.distributed
 from torch import Tensor, nn
 
+from weightwire import catch_up as catching_up
 from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, SenderTransport, Wait
-from weightwire.deadline import Deadline, calling
+from weightwire.deadline import Deadline, Watch, calling
 from weightwire.digest import Verify
 from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.grouping import DEFAULT_GROUP_BYTES
@@ -52,15 +53,17 @@ class WeightSender(Handle):
     def __init__(
         self,
         backend: BackendChoice,
-        session: str,
+        session: str | Session,
         source: nn.Module | Mapping[str, Tensor | LocalShard] | WeightSource,
         options: SenderOptions,
+        *,
+        part_of: Watch | None = None,
     ) -> None:
         self._options = options
         self._rank, self._world_size = options.rank, options.world_size
         self._source = as_source(source)
         self._rules = WireRules(options.wire_dtype, options.keep_dtype)
-        super().__init__("sender", backend, options.timeout)
+        super().__init__("sender", backend, options.timeout, part_of)
         if options.min_receivers == 0 and self._backend.capabilities.needs_live_receivers:
             raise UnsupportedOperation(
                 f"backend {self.backend!r} can't send to nobody (min_receivers=0): it needs live "
@@ -77,12 +80,13 @@ class WeightSender(Handle):
         self._is_heard = False  # the other ranks read, or have read, how the last call ended
         self._sending: Offer | None = None
         self._verdicts = threading.Lock()  # a version ends, or a receiver is struck off it
+        if options.catch_up is not None:
+            catching_up.refuse_unfit(self._backend, options.catch_up)
         deadline = Deadline(options.open_timeout)
-        self._watch.start(deadline)
+        if not self._is_part:
+            self._watch.start(deadline)
         with calling(deadline), contextlib.ExitStack() as undo:
-            self._session = Session.open(
-                session, deadline=deadline, serve=self._rank == 0, token=options.token
-            )
+            self._session = self._open_session(session, deadline)
             undo.callback(self._session.close)
             self._refuse_lost_past(options.resume_from)
             self._observer = LeaseObserver(self._session)
@@ -129,9 +133,39 @@ class WeightSender(Handle):
                 keep=self._transport.keep,
                 stores=self._backend.capabilities.serves_finished,
             )
+            self._stored = self._open_catch_up()
             undo.pop_all()
 
     # ---------------------------------------------------------------------- opening
+
+    def _open_session(self, session: str | Session, deadline: Deadline) -> Session:
+        if isinstance(session, Session):
+            return session
+        return Session.open(
+            session, deadline=deadline, serve=self._rank == 0, token=self._options.token
+        )
+
+    def _open_catch_up(self) -> WeightSender | None:
+        """The sender through which finished versions are stored for late receivers."""
+        options = self._options
+        if options.catch_up is None:
+            return None
+        update = {
+            "catch_up": None,
+            "min_receivers": 0,
+            "max_receivers": None,
+            "max_unavailable": None,
+            "max_version_lag": None,
+            "overlap": False,
+            "device": None,
+        }
+        return WeightSender(
+            options.catch_up,
+            self._session.within(catching_up.SESSION),
+            self._source,
+            options.model_copy(update=update),
+            part_of=self._watch,
+        )
 
     def _refuse_lost_past(self, resume_from: int | None) -> None:
         """Versions can't be taken up again where their records ended with the last sender."""
@@ -231,10 +265,22 @@ class WeightSender(Handle):
         except BaseException as error:
             self._notify("weightwire_aborted", version, error=error)
             raise
-        report = together(waves, time.perf_counter() - began, dict(phases.seconds))
+        stored = self._store(version)
+        report = together(waves, time.perf_counter() - began, dict(phases.seconds), stored)
         self._last, self._is_heard = report, True
         self._notify("weightwire_published", version, report=report)
         return report
+
+    def _store(self, version: int) -> str:
+        """Store a finished version for late receivers; says where, or why not."""
+        if self._stored is None:
+            return ""
+        try:
+            return self._stored._send(version, "published").path
+        except WeightWireError as error:
+            # The version is out all the same: only they have to wait for the next one.
+            log.error("version %d isn't stored for late receivers: %s", version, error)
+            return f"not stored: {error}"
 
     def _refusal(self, version: int) -> ConfigError | None:
         """Why rank 0 won't send this version, or None."""
@@ -392,7 +438,7 @@ class WeightSender(Handle):
         report: Report | None = None,
         error: BaseException | None = None,
     ) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and not self._is_part:
             record = VersionRecord(self._session.url, "sender", "sender", version, report, error)
             registry().notify(hook, record)
 
@@ -406,6 +452,7 @@ class WeightSender(Handle):
 
     def _release(self) -> None:
         close_all(
+            *([self._stored.close] if self._stored is not None else []),
             self._keeper.stop,
             self._transport.close,
             self._say_goodbye,
@@ -417,9 +464,10 @@ class WeightSender(Handle):
             return
         if self._is_heard:
             # The store may be ours to serve: the other ranks read their outcome first.
-            self._watch.start(Deadline(_GOODBYE_SECONDS))
+            watch = Watch()
+            watch.start(Deadline(_GOODBYE_SECONDS))
             with contextlib.suppress(WeightWireError):
-                drive(self._agreement.acknowledged("left"), self._watch)
+                drive(self._agreement.acknowledged("left"), watch)
         self._leave_session()
 
     def _leave_session(self) -> None:
@@ -450,6 +498,7 @@ def open_sender(
     overlap: bool = False,
     device: str | None = None,
     resume_from: int | None = None,
+    catch_up: BackendChoice | None = None,
     min_receivers: int = 1,
     max_receivers: int | None = None,
     on_receiver_loss: Literal["fail", "continue"] = "fail",
@@ -478,6 +527,8 @@ def open_sender(
             the backend can send from there.
         resume_from: last version of earlier senders that stays readable; without it
             none does.
+        catch_up: a backend that stores versions, for receivers that come when a version
+            has been sent.  They are opened with the same.
         min_receivers: receivers that must have joined before a version is offered
             (only where the backend needs live ones); 0 says that it may go to nobody,
             which such a backend refuses.
@@ -499,8 +550,8 @@ def open_sender(
         ConfigError: an argument is wrong.
         BackendNotFound: nothing installed has this name.
         BackendUnavailable: the backend can't run here.
-        UnsupportedOperation: ``min_receivers=0``, and the backend needs live receivers; or
-            ``max_receivers``, and it stores versions.
+        UnsupportedOperation: ``min_receivers=0``, and the backend needs live receivers;
+            ``max_receivers`` or ``catch_up``, and it stores versions.
         SessionError: the session can't be reached, or has a live sender.
     """
     rank, world_size = ranks_of(rank, world_size, group)
@@ -516,6 +567,7 @@ def open_sender(
         overlap=overlap,
         device=device,
         resume_from=resume_from,
+        catch_up=catch_up,
         min_receivers=min_receivers,
         max_receivers=max_receivers,
         on_receiver_loss=on_receiver_loss,

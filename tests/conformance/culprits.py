@@ -107,6 +107,7 @@ RED: dict[str, tuple[str, str]] = {
 ALSO: dict[str, str] = {
     # scenarios that no line above names: a culprit that they catch
     "a-bit-flipped-on-arrival-is-found": "unfit-after-abort",
+    "a-late-receiver-catches-up-through-another-backend": "keeps-its-roster",
     "a-full-pool-takes-another-when-one-leaves": "keeps-its-roster",
     "a-killed-receiver-is-missed": "ignores-a-lost-receiver",
     "a-killed-inference-rank-ends-the-version-for-its-replica": "ignores-a-lost-receiver",

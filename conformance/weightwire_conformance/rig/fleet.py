@@ -344,7 +344,8 @@ class Fleet:
     def _let_go(self, worker: Worker) -> dict[str, Any]:
         try:
             if worker.busy:  # a refused scenario's other side still waits
-                worker.call("close", now=True)
+                with contextlib.suppress(RemoteError):  # or has just failed to open
+                    worker.call("close", now=True)
             left: dict[str, Any] = worker.call("let_go")
         except (AssertionError, RemoteError) as error:
             return {"files": [], "problems": [f"can't be closed: {error}"]}

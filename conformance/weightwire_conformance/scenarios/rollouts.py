@@ -75,3 +75,28 @@ def a_full_pool_takes_another_when_one_leaves(fleet: Fleet) -> None:
     sender.send(3, wait="applied")
     waiting.results()
     second.must_hold(3)
+
+
+@scenario(
+    cases={"one-rank-each": {"ranks": 1}, "two-ranks-each": {"ranks": 2}},
+    need=LIVE_RECEIVERS_GET_OFFERS,
+)
+def a_late_receiver_catches_up_through_another_backend(fleet: Fleet, ranks: int) -> None:
+    """It gets what was stored for it at once, and the next version with the others."""
+    sender = fleet.sender(ranks=ranks, catch_up="filesystem")
+    early = fleet.receiver("early", catch_up="filesystem")
+    for version in (1, 2):
+        fleet.exchange(sender, version, early)
+    late = fleet.receiver("late", ranks=ranks, catch_up="filesystem")
+    late.must_be_pristine()
+    caught_up = late.receive()[0]
+    assert caught_up["version"] == 2
+    assert caught_up["backend"] == "filesystem"
+    late.must_hold(2)
+    fleet.exchange(sender, 3, early, late)
+    sender.kill()
+    after_it = fleet.receiver("after-its-end", catch_up="filesystem")
+    assert after_it.receive()[0]["version"] == 3
+    after_it.must_hold(3)
+    sender = fleet.sender(ranks=ranks, catch_up="filesystem")
+    fleet.exchange(sender, 4, early, late, after_it)

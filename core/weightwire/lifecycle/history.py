@@ -42,7 +42,7 @@ def finished_policies(session: Session, incarnation: int) -> Iterator[Policy]:
     """Finished versions of one incarnation, newest first."""
     for policy in policies(session, incarnation):
         outcome = outcome_of(session, policy)
-        if outcome is not None and outcome.error is None:
+        if outcome is not None and outcome.error is None and not outcome.more:
             yield policy
 
 

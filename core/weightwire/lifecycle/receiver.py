@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from weightwire.contract import Capabilities, Offer, Policy
 from weightwire.errors import (
@@ -209,6 +210,54 @@ class ReceiverMachine:
             if record is not None and self.capabilities.flow != "store":
                 self._decline_low(record.offer.policy, minimum)
             yield Waiting("offer", (self._who_offers(),))
+
+    def await_offer_or_stored(
+        self, minimum: int, stored: Callable[[], int | None]
+    ) -> Steps[Policy | None]:
+        """What to take: None for the offer that is there, or a finished version that is stored.
+
+        A replica that serves a version waits for offers only.
+
+        Args:
+            stored: the newest version that was stored for late receivers, or None.
+        """
+        while True:
+            record = self.newest_offer()
+            if self.serving is not None:
+                return None
+            if record is not None and record.offer.policy.version >= minimum:
+                return None
+            sender = newest(self.session, "senders")
+            finished = next(readable_policies(self.session, sender), None) if sender else None
+            # A newer one may be on its way there: an older one isn't current.
+            if finished is not None and minimum <= finished.version == stored():
+                return finished
+            yield Waiting("offer", (self._who_offers(),))
+
+    def detour_begins(self) -> None:
+        """The target is about to be written to on another way: it serves nothing."""
+        self.serving = None
+        self._write_status(Status("installing"))
+
+    def detour_ends(self, policy: Policy, digest: str) -> None:
+        """The target holds ``policy`` on every rank."""
+        self.serving, self.tainted = policy, None
+        self.state = ReceiverState.APPLIED
+        self._write_status(Status("serving", policy, digest=digest))
+
+    def detour_failed(self, tainted: ErrorInfo | None) -> None:
+        """The target holds no version; ``tainted`` unless it is as it was."""
+        if tainted is not None:
+            self.tainted = tainted
+        self.state = ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE
+        with contextlib.suppress(SessionError):
+            self._write_current_status()
+
+    def policy_of(self, version: int) -> Policy | None:
+        """The finished policy with this version number, or None if none counts."""
+        sender = newest(self.session, "senders")
+        finished = readable_policies(self.session, sender) if sender is not None else ()
+        return next((policy for policy in finished if policy.version == version), None)
 
     def _who_offers(self) -> str:
         sender = newest(self.session, "senders")

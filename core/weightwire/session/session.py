@@ -14,7 +14,7 @@ from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session import keys
 from weightwire.session.freshness import Freshness
 from weightwire.session.records import Codec, Record, SessionRecord
-from weightwire.session.store import OpenRequest, SessionStore
+from weightwire.session.store import OpenRequest, PartOfStore, SessionStore
 
 __all__ = ["Session", "TOKEN_VARIABLE", "blob_digest"]
 
@@ -57,6 +57,7 @@ class Session:
 
     def __init__(self, store: SessionStore, token: str | None, *, read_only: bool = False) -> None:
         self.store = store
+        self._token = token
         self._read_only = read_only
         self._codec = Codec(token)
         self._freshness = Freshness()
@@ -98,6 +99,10 @@ class Session:
         except BaseException:
             store.close()
             raise
+
+    def within(self, name: str) -> Session:
+        """A session of its own inside this one; it ends with it."""
+        return Session(PartOfStore(self.store, keys.validate_key(name)), self._token)
 
     @property
     def url(self) -> str:

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult
 
 from weightwire.deadline import Deadline
 
-__all__ = ["OpenRequest", "SessionScheme", "SessionStore"]
+__all__ = ["OpenRequest", "PartOfStore", "SessionScheme", "SessionStore"]
 
 
 class SessionStore(ABC):
@@ -59,6 +59,41 @@ class SessionStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the connection; the records stay.  Idempotent."""
+
+
+class PartOfStore(SessionStore):
+    """What lies below one key of another store, which outlives it."""
+
+    def __init__(self, whole: SessionStore, below: str) -> None:
+        self._whole = whole
+        self._below = below
+        self.url = f"{whole.url}/{below}"
+        self.directory = whole.directory / below if whole.directory is not None else None
+        self.outlives_members = whole.outlives_members
+
+    def _key(self, key: str) -> str:
+        return f"{self._below}/{key}"
+
+    def get(self, key: str) -> bytes | None:
+        return self._whole.get(self._key(key))
+
+    def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
+        self._whole.put(self._key(key), value, durable=durable)
+
+    def create(self, key: str, value: bytes) -> bool:
+        return self._whole.create(self._key(key), value)
+
+    def delete(self, key: str) -> None:
+        self._whole.delete(self._key(key))
+
+    def children(self, prefix: str) -> list[str]:
+        return self._whole.children(self._key(prefix))
+
+    def delete_tree(self, prefix: str) -> None:
+        self._whole.delete_tree(self._key(prefix))
+
+    def close(self) -> None:
+        """The whole store is closed by whoever opened it."""
 
 
 @dataclass(frozen=True)
