@@ -33,10 +33,11 @@ from weightwire.errors import (
     WeightWireError,
 )
 from weightwire.hookspecs import hookimpl
+from weightwire.opening import open_receiver, open_sender
 from weightwire.placements import LocalShard
-from weightwire.receiver import WeightReceiver, open_receiver
+from weightwire.receiver import WeightReceiver
 from weightwire.report import Report, VersionRecord
-from weightwire.sender import WeightSender, open_sender
+from weightwire.sender import WeightSender
 from weightwire.sources import WeightSource
 from weightwire.streaming import StreamingSource
 from weightwire.targets import MappingTarget, ModuleTarget, WeightTarget

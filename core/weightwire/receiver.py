@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Self
 
 import msgspec
-import torch.distributed
 from torch import Tensor, nn
 
 from weightwire import catch_up as catching_up
@@ -23,13 +22,13 @@ from weightwire.errors import (
     SessionError,
     WeightWireError,
 )
-from weightwire.handle import Handle, close_all, ranks_of, slot_device
+from weightwire.handle import Handle, close_all, slot_device
 from weightwire.lifecycle import (
     Commit,
     Install,
     ReceiverMachine,
 )
-from weightwire.options import ReceiverOptions, make_options
+from weightwire.options import ReceiverOptions
 from weightwire.plugins import registry
 from weightwire.replica import Attempt, Replica
 from weightwire.report import Report, VersionRecord
@@ -41,7 +40,7 @@ from weightwire.session.session import Session
 from weightwire.targets import WeightTarget, as_target
 from weightwire.waiting import Run, drive
 
-__all__ = ["WeightReceiver", "open_receiver"]
+__all__ = ["WeightReceiver"]
 
 _RETURN_PAUSE = 0.1
 _GOODBYE_SECONDS = 1.0
@@ -49,7 +48,7 @@ _RELEASE_SECONDS = 10.0
 
 
 class WeightReceiver(Handle):
-    """Receives policy versions; made by ``open_receiver``, used on every inference rank alike.
+    """Receives policy versions; made by ``open_receiver``, used alike on every inference rank.
 
     ``receive`` is ``begin``, ``fetch`` and ``commit``; an engine that must pause,
     finalise and resume in between calls the three itself.
@@ -567,63 +566,3 @@ class WeightReceiver(Handle):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def open_receiver(
-    backend: BackendChoice,
-    *,
-    session: str,
-    target: nn.Module | Mapping[str, Tensor] | WeightTarget,
-    receiver_id: str,
-    rank: int | None = None,
-    world_size: int | None = None,
-    group: torch.distributed.ProcessGroup | None = None,
-    token: str | None = None,
-    overlap: bool = False,
-    device: str | None = None,
-    catch_up: BackendChoice | None = None,
-    lease_ttl: float = 10.0,
-    timeout: float = 600.0,
-    open_timeout: float = 60.0,
-) -> WeightReceiver:
-    """Open this inference rank's receiver.
-
-    Args:
-        backend: a name, ``{"backend": name, **options}``, or ``(name, config)``; the sender's.
-        session: URL of the session.
-        target: module, mapping of names to tensors to fill in place, or ``WeightTarget``.
-        receiver_id: names this replica in the session; unique among live replicas.
-        rank, world_size: this rank among the replica's; by default the only one.
-        group: a process group to take rank and world size from; it isn't used otherwise.
-        token: shared secret; by default the environment's ``WEIGHTWIRE_TOKEN``.
-        overlap: two slots instead of one: a group arrives while the one before it is
-            verified and written, where the transport can bring it meanwhile.
-        device: where slots lie (``cpu``, ``cuda:0``); by default where the target does, if
-            the backend can receive there.
-        catch_up: the sender's: a replica that serves nothing takes the newest finished
-            version from there at once, instead of waiting for the next one.
-        lease_ttl: seconds of silence after which this replica counts as dead.
-        timeout: seconds for a ``receive``.
-        open_timeout: seconds for reaching the session.
-
-    Raises:
-        ConfigError: an argument is wrong.
-        BackendNotFound: nothing installed has this name.
-        BackendUnavailable: the backend can't run here.
-        UnsupportedOperation: ``catch_up``, and the backend stores versions itself.
-        SessionError: the session can't be reached, or a live replica has this id.
-    """
-    rank, world_size = ranks_of(rank, world_size, group)
-    options = make_options(
-        ReceiverOptions,
-        rank=rank,
-        world_size=world_size,
-        token=token,
-        overlap=overlap,
-        device=device,
-        catch_up=catch_up,
-        lease_ttl=lease_ttl,
-        timeout=timeout,
-        open_timeout=open_timeout,
-    )
-    return WeightReceiver(backend, session, target, receiver_id, options)
