@@ -17,6 +17,7 @@ from torch import Tensor
 import weightwire
 from weightwire.config import select
 from weightwire.deadline import Watch
+from weightwire.errors import WeightWireError
 from weightwire.plugins import probe, registry
 from weightwire.targets import MappingTarget, WeightTarget
 from weightwire_conformance import oracle
@@ -178,6 +179,9 @@ class Commands:
     def do_arm(self, point: str, action: Action = "stop", after: int = 0) -> None:
         self._points.arm(point, action, after)
 
+    def do_disarm(self) -> None:
+        self._points.disarm()
+
     def do_release(self, point: str) -> None:
         self._points.release(point)
 
@@ -296,6 +300,31 @@ class Commands:
     def do_receive(self, **options: Any) -> dict[str, Any]:
         with self._timed():
             return self._receiver.receive(**options).to_dict()
+
+    def do_follow(self, timeout: float) -> None:
+        """Receive again and again until the handle is closed; tell what is held after each call."""
+        member, handle = self._member, self._receiver
+        while not handle.closed:
+            error: BaseException | None = None
+            try:
+                with self._timed():
+                    handle.receive(timeout)
+            except WeightWireError as caught:
+                error = caught
+            version = handle.version
+            held = member.model, member.tensors
+            self._tell(
+                event="followed",
+                version=version,
+                tainted=handle.tainted,
+                difference=None
+                if version is None
+                else oracle.difference(*held, version, member.seed, member.cuts),
+                pristine=version is None and oracle.pristine(*held, member.cuts),
+                error=[kind.__name__ for kind in type(error).__mro__] if error else [],
+                message=str(error or ""),
+                seconds=self.clock.seconds,
+            )
 
     def do_begin(self, **options: Any) -> int:
         with self._timed():

@@ -247,6 +247,12 @@ class Worker:
             why = f"; it ended with {failed[-1]['message']}" if failed else f"\n{self.stacks()}"
             raise NoAnswer(f"the process never got to {what}{why}")
 
+    def drain(self) -> list[dict[str, Any]]:
+        """The events since the last time, and no more of them."""
+        with self._news:
+            events, self._events, self._mark = self._events, [], 0
+        return events
+
     def until_at(self, point: str) -> None:
         """Return when the worker has stopped at ``point``."""
         self._until_event(lambda e: e["event"] == "at" and e["point"] == point, point)

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from weightwire._version import __version__
-from weightwire.cli import backends, bench, conformance, demo, inspect, plan
+from weightwire.cli import backends, bench, chaos, conformance, demo, inspect, plan
 from weightwire.errors import PluginError, WeightWireError
 from weightwire.plugins import registry
 
@@ -70,6 +70,7 @@ app.command("inspect")(inspect.inspect)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("conformance")(conformance.conformance)
+app.command("chaos")(chaos.chaos)
 app.command("plan")(plan.plan)
 
 

@@ -1,0 +1,146 @@
+"""The faults: what each does to a world, while a version is on its way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightwire_conformance.chaos.world import World
+    from weightwire_conformance.rig import Side
+
+__all__ = ["FAULTS", "Fault"]
+
+_FILLER = "filler"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault.
+
+    Attributes:
+        inject: does it, and undoes it where it would last; called while ``send`` runs.
+        possible: why it can't be had in a world; empty if it can.
+    """
+
+    name: str
+    inject: Callable[[World], None]
+    possible: Callable[[World], str] = lambda world: ""
+
+
+def _kill_trainer_rank(world: World) -> None:
+    """The other ranks hear of it; then all are started again."""
+    world.dice.choice(world.sender.workers).kill()
+    world.sender_must_restart = True
+
+
+def _kill_receiver_rank(world: World) -> None:
+    replica = world.any_replica()
+    world.dice.choice(replica.workers).kill()
+    world.must_restart.add(replica.name)
+
+
+def _stop(world: World, side: Side) -> None:
+    seconds = world.dice.choice([0.1, 1.5]) * world.lease
+    world.excused.update(worker.pid for worker in side.workers)
+    for worker in side.workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        for worker in side.workers:
+            os.kill(worker.pid, signal.SIGCONT)
+
+
+def _stop_sender(world: World) -> None:
+    _stop(world, world.sender)
+
+
+def _stop_receiver(world: World) -> None:
+    _stop(world, world.any_replica())
+
+
+def _interrupt_sender(world: World) -> None:
+    world.sender.first.interrupt()
+
+
+def _join(world: World) -> None:
+    world.add_replica(world.new_name(), ranks=world.dice.choice([1, 2]))
+
+
+def _leave(world: World) -> None:
+    world.let_leave(world.any_replica())
+
+
+def _restart_receiver(world: World) -> None:
+    replica = world.any_replica()
+    world.let_leave(replica)
+    world.add_replica(replica.name, ranks=len(replica.workers))
+
+
+def _restart_sender(world: World) -> None:
+    """In good order, once its call has ended."""
+    world.sender_must_restart = True
+
+
+def _go_slow(world: World) -> None:
+    """Bytes come slowly, a group at a time."""
+    world.sender.arm("sender.put", "slow")
+    world.slow = True
+
+
+def _stored(world: World) -> str:
+    return "" if world.fleet.stores else "this backend writes no files"
+
+
+def _truncate(world: World) -> None:
+    """The newest stored version loses half of a file."""
+    files = [path for path in world.versions.rglob("*.safetensors") if path.is_file()]
+    if files:
+        path = world.dice.choice(sorted(files)[-4:])
+        try:
+            os.truncate(path, path.stat().st_size // 2)
+        except FileNotFoundError:
+            return  # it was retired meanwhile
+        world.damaged = True
+
+
+def _disk_full(world: World) -> None:
+    filler = world.versions / _FILLER
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(64 << 10))
+    except OSError:
+        pass  # full
+    world.filler = filler
+
+
+def _small_disk(world: World) -> str:
+    return _stored(world) or ("" if world.has_small_disk else "a small tmpfs needs root")
+
+
+def unfill(filler: Path) -> None:
+    """Give the disk its room back."""
+    filler.unlink(missing_ok=True)
+
+
+FAULTS = (
+    Fault("kill-trainer-rank", _kill_trainer_rank),
+    Fault("kill-receiver-rank", _kill_receiver_rank),
+    Fault("stop-sender", _stop_sender),
+    Fault("stop-receiver", _stop_receiver),
+    Fault("interrupt-sender", _interrupt_sender),
+    Fault("join", _join),
+    Fault("leave", _leave),
+    Fault("restart-receiver", _restart_receiver),
+    Fault("restart-sender", _restart_sender),
+    Fault("slow-sender", _go_slow),
+    Fault("truncated-file", _truncate, _stored),
+    Fault("full-disk", _disk_full, _small_disk),
+)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+
+import culprits
+
+from weightwire_conformance.chaos import ChaosOptions, ChaosReport, run
+from weightwire_conformance.rig import Pool
+
+RunChaos = Callable[..., ChaosReport]
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Workers that know the broken backends too."""
+    site = culprits.install(tmp_path_factory.mktemp("broken"))
+    pool = Pool(environment={"PYTHONPATH": site})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_chaos(pool: Pool) -> RunChaos:
+    def run_over(backend: str, seed: int, **options: object) -> ChaosReport:
+        print(f"weightwire chaos {backend} --seed {seed}")
+        report = run(ChaosOptions(backend, seed, **options), pool)
+        pool.end(backend)
+        return report
+
+    return run_over

@@ -1,0 +1,72 @@
+"""Random faults: nobody claims what it doesn't hold, nothing hangs, and there is progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weightwire_conformance.chaos import FAULTS, ChaosReport
+
+RunChaos = Callable[..., ChaosReport]
+
+RESULTS = Path(__file__).parents[2] / "results"
+BACKENDS = ("memory", "filesystem", "nccl", "nixl")
+FILES_ONLY = {"truncated-file", "full-disk"}
+
+
+def seed() -> int:
+    return int(os.environ.get("WEIGHTWIRE_SEED", random.SystemRandom().randrange(1 << 31)))
+
+
+@pytest.mark.parametrize("backend", ["memory", "filesystem"])
+def test_each_fault_once(run_chaos: RunChaos, backend: str) -> None:
+    report = run_chaos(backend, seed(), versions=8, each=1)
+    assert report.ok, report.to_dict()
+    assert report.versions >= 8
+    kinds = {fault.name for fault in FAULTS} - report.impossible.keys()
+    assert set(report.faults) == kinds
+    assert report.impossible.keys() <= FILES_ONLY
+    assert report.checks > report.versions
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nixl"])
+def test_a_few_faults(run_chaos: RunChaos, backend: str) -> None:
+    """All of them in the soak."""
+    report = run_chaos(backend, seed(), versions=4, each=0)
+    assert report.ok, report.to_dict()
+    assert report.versions == 4
+
+
+@pytest.mark.parametrize(
+    ("culprit", "finds"),
+    [
+        ("serves-stale", "names version"),  # stale bytes
+        ("mutates-after-commit", "names version"),
+        ("acknowledges-early", "names version|didn't reach everybody|no progress"),
+        ("unfit-after-abort", "didn't reach everybody|no progress"),
+    ],
+)
+def test_a_planted_bug_is_found(run_chaos: RunChaos, culprit: str, finds: str) -> None:
+    kinds = ("kill-receiver-rank", "interrupt-sender", "join")
+    report = run_chaos(culprit, 1, versions=20, each=2, kinds=kinds, recovery=10.0)
+    assert not report.ok
+    assert any(
+        part in text for text in report.wrong + report.problems for part in finds.split("|")
+    ), report.to_dict()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_hundred_versions_with_thirty_of_each_fault(
+    run_chaos: RunChaos, backend: str
+) -> None:
+    report = run_chaos(backend, seed(), versions=300, each=30)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"chaos_{backend}.json").write_text(json.dumps(report.to_dict(), indent=1))
+    assert report.ok, report.to_dict()
