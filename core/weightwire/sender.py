@@ -409,7 +409,10 @@ class WeightSender(Handle):
             if answer is not None and answer.error is not None:
                 error: WeightWireError = answer.error.to_error(f"receiver {receiver_id!r} failed")
             elif answer is None and receiver_id in lost:
-                error = PeerLost(f"receiver {receiver_id!r} is gone: restart it and send again")
+                error = PeerLost(
+                    f"receiver {receiver_id!r} is gone ({lost[receiver_id]}): restart it and "
+                    "send again"
+                )
             else:
                 continue
             if not self._goes_on_without_lost:

@@ -322,7 +322,7 @@ class ReceiverMachine:
             if not self.observer.is_alive(sender):
                 raise PeerLost(
                     f"the sender (process {sender.record.pid} on {sender.record.host}) is gone "
-                    f"before it started {policy}: restart it"
+                    f"({self.observer.why_gone(sender)}) before it started {policy}: restart it"
                 )
             yield Waiting("started", ("the sender",))
 
@@ -455,6 +455,6 @@ class ReceiverMachine:
         if not self.observer.is_alive(sender):
             return PeerLost(
                 f"the sender (process {sender.record.pid} on {sender.record.host}) of "
-                f"{offer.policy} is gone: restart it"
+                f"{offer.policy} is gone ({self.observer.why_gone(sender)}): restart it"
             )
         return None

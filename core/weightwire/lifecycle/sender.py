@@ -431,10 +431,10 @@ class SenderMachine:
         return _is_lost(self.session, self.observer, receiver_id, member.incarnation)
 
     def _lose(self, receiver_id: str, roster: dict[str, Member], offering: Offering) -> None:
-        record = roster[receiver_id].record
+        why = _why_lost(self.session, self.observer, receiver_id, roster[receiver_id].incarnation)
         error = PeerLost(
-            f"receiver {receiver_id!r} (process {record.pid} on {record.host}) is gone: restart "
-            "it, or open the sender with on_receiver_loss='continue'"
+            f"receiver {receiver_id!r} is gone ({why}): restart it, or open the sender with "
+            "on_receiver_loss='continue'"
         )
         self._go_on_without(receiver_id, roster, offering, error)
 
@@ -474,18 +474,31 @@ def _compare_installed(
         )
 
 
-def lost_readers(session: Session, observer: LeaseObserver, policy: Policy) -> list[str]:
-    """Those for whom a started transfer waits and who are gone; for every trainer rank.
+def lost_readers(session: Session, observer: LeaseObserver, policy: Policy) -> dict[str, str]:
+    """Those for whom a started transfer waits and who are gone, and how that was noticed; for
+    every trainer rank.
 
     One that restarted is gone too: its successor takes the next version.
     """
     started = session.read(keys.version(policy, "started"), Started)
     readers = {} if started is None else started.readers
-    return [
-        receiver_id
+    return {
+        receiver_id: _why_lost(session, observer, receiver_id, incarnation)
         for receiver_id, incarnation in readers.items()
         if _is_lost(session, observer, receiver_id, incarnation)
-    ]
+    }
+
+
+def _why_lost(session: Session, observer: LeaseObserver, receiver_id: str, incarnation: int) -> str:
+    """Who the lost receiver was, and how its loss was noticed."""
+    current = newest(session, f"receivers/{receiver_id}")
+    if current is None:
+        return "its records were deleted"
+    record = current.record
+    who = f"process {record.pid} on {record.host}"
+    if current.incarnation != incarnation:
+        return f"{who} took its place"
+    return f"{who}: {observer.why_gone(current)}"
 
 
 def _is_lost(session: Session, observer: LeaseObserver, receiver_id: str, incarnation: int) -> bool:

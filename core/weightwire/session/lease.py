@@ -78,6 +78,15 @@ class LeaseObserver:
             return True
         return now - known[1] <= member.record.lease_ttl
 
+    def why_gone(self, member: Member) -> str:
+        """How it was noticed that a member isn't alive: for a message, in brackets."""
+        record = member.record
+        if self._session.read(member.key("closed"), Closed) is not None:
+            return "it left the session"
+        if process.is_gone(record.process):
+            return "its process ended"
+        return f"its lease of {record.lease_ttl:g} s ran out"
+
     def is_confirmed(self, member: Member) -> bool:
         """True once ``is_alive`` has seen the counter rise, or sees the process on this host.
 
