@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SPREAD = {"conformance/test_culprits.py", "faults/test_interrupts.py", "faults/test_loss.py"}
+SPREAD = {"faults/test_interrupts.py", "faults/test_loss.py"}
 """Files whose tests share nothing that is slow to make; each may run anywhere."""
 HEAVY = ("vllm/", "cli/test_demo.py")
 """Engines take all cores and gigabytes: one at a time."""

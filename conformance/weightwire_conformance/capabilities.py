@@ -26,17 +26,15 @@ Declared = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Need:
-    """A capability.
+    """A capability; asking for one that isn't declared must get ``UnsupportedOperation``.
 
     Attributes:
         text: what a backend that declares it can do.
         declared: whether a backend does.
-        refusal: the error that asking for it must get otherwise.
     """
 
     text: str
     declared: Callable[[Declared], bool]
-    refusal: str = "UnsupportedOperation"
 
 
 NOBODY_NEED_LISTEN = Need(
@@ -72,5 +70,5 @@ def limit_of(nbytes: int) -> Need:
 
 
 def option(name: str) -> Need:
-    """A backend that has such a field in its config model; others refuse it as they must."""
-    return Need(f"the option {name!r}", lambda c: name in c["options"], "ConfigError")
+    """An optional one (``weightwire.config.OPTIONAL``): declared as a field of the config model."""
+    return Need(f"the option {name!r}", lambda c: name in c["options"])

@@ -17,6 +17,10 @@ from weightwire_conformance.scenario import Case
 
 __all__ = ["Bench", "Prepared", "prepare"]
 
+_REFUSAL = "UnsupportedOperation"
+_NUMBERS = itertools.count(1)
+"""Of scenarios, whoever runs them: their directories may lie side by side."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -46,8 +50,9 @@ def prepare(pool: Pool, name: str, options: Mapping[str, Any]) -> Prepared:
         if "BackendUnavailable" in error.kinds:
             return Prepared(name, options, unavailable=error.message)
         return Prepared(name, options, broken=f"{error.kind}: {error.message}")
-    except AssertionError as error:
-        return Prepared(name, options, broken=str(error))
+    except AssertionError as error:  # not even its 20 s ended the probe
+        reason = f"backend {name!r} holds its process while it is probed: upgrade it"
+        return Prepared(name, options, broken=f"{reason}\n{error}")
     finally:
         worker.discard()
     return Prepared(name, options, described["capabilities"])
@@ -67,7 +72,6 @@ class Bench:
         self._pool = pool
         self._expected = expected
         self._require = require
-        self._numbers = itertools.count(1)
 
     def preload(self, cases: Sequence[Case]) -> None:
         """Import what some of these need, before any of them runs."""
@@ -98,13 +102,12 @@ class Bench:
         detail = "".join(traceback.format_exception(failure))
         reason = _first(str(failure)) or type(failure).__name__
         kinds = failure.kinds if isinstance(failure, RemoteError) else ()
-        refusal = _refusal(case)
-        if refusal in kinds and not declared:
+        if _REFUSAL in kinds and not declared:
             return Outcome.UNSUPPORTED, reason, detail
-        if "UnsupportedOperation" in kinds:
+        if _REFUSAL in kinds:
             reason = f"can't be refused: {reason}"
         elif not declared and not isinstance(failure, LeftBehind):
-            reason = f"must be refused with {refusal}, and got {reason}"
+            reason = f"must be refused with {_REFUSAL}, and got {reason}"
         return Outcome.FAILED, reason, detail
 
     def _attempt(
@@ -116,7 +119,7 @@ class Bench:
             backend.name,
             backend.options,
             capabilities,
-            f"scenario-{next(self._numbers)}",
+            f"scenario-{next(_NUMBERS)}",
             seed=seed,
         )
         failure: Exception | None = None
@@ -128,17 +131,13 @@ class Bench:
         except Exception as error:
             failure = error
             # A refusal is an orderly end: its processes must be clean too.
-            reuse = isinstance(error, RemoteError) and _refusal(case) in error.kinds
+            reuse = isinstance(error, RemoteError) and _REFUSAL in error.kinds
         finally:
             try:
                 fleet.close(reuse=reuse)
             except LeftBehind as left:
                 failure = left
         return failure
-
-
-def _refusal(case: Case) -> str:
-    return "UnsupportedOperation" if case.need is None else case.need.refusal
 
 
 def _first(text: str) -> str:

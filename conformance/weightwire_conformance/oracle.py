@@ -25,6 +25,7 @@ __all__ = [
     "Cuts",
     "Leaf",
     "Model",
+    "arriving",
     "difference",
     "model",
     "piece",
@@ -401,7 +402,7 @@ def _stored(leaf: Leaf, version: int, seed: int) -> Tensor:
     return value[:, :1].expand(value.shape) if leaf.layout == "expanded" else value
 
 
-def _arriving(leaf: Leaf, version: int, seed: int) -> Tensor:
+def arriving(leaf: Leaf, version: int, seed: int) -> Tensor:
     """The receiver's values: casts are torch's own."""
     stored = _stored(leaf, version, seed)
     return stored if leaf.cast is None else stored.to(leaf.cast)
@@ -497,7 +498,7 @@ def difference(
     by_name = {leaf.name: leaf for leaf in leaves}
     for leaf in leaves:
         origin = by_name[leaf.tied] if leaf.tied is not None else leaf
-        value = _arriving(origin, version, seed)[piece(origin, cuts)]
+        value = arriving(origin, version, seed)[piece(origin, cuts)]
         have, want = _raw(held[leaf.name]), _raw(value)
         if have.shape != want.shape:
             return f"tensor {leaf.name!r} has {have.numel()} bytes, not {want.numel()}"

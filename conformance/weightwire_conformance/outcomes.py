@@ -14,6 +14,7 @@ unavailable     the backend can't run here; never counted as passed
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -68,17 +69,23 @@ class ExpectedFailure:
     link: str
 
 
-def read_expected(path: Path, scenarios: Iterable[str]) -> list[ExpectedFailure]:
+def read_expected(
+    path: Path, scenarios: Iterable[str], backends: Iterable[str]
+) -> list[ExpectedFailure]:
     """Read a TOML file of ``[[xfail]]`` tables.
 
+    Args:
+        scenarios, backends: those that there are.
+
     Raises:
-        ConfigError: the file can't be read, or an entry lacks its reason, fault or link.
+        ConfigError: the file can't be read; an entry lacks its reason, fault or link; or is
+            about something that there isn't.
     """
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"expected failures {path} can't be read: {error}") from error
-    known = set(scenarios)
+    known = {"scenario": set(scenarios), "backend": set(backends)}
     entries = content.pop("xfail", ())
     tables = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if content or not tables:
@@ -90,7 +97,7 @@ def read_expected(path: Path, scenarios: Iterable[str]) -> list[ExpectedFailure]
     ]
 
 
-def _checked(entry: dict[str, Any], where: str, scenarios: set[str]) -> ExpectedFailure:
+def _checked(entry: dict[str, Any], where: str, known: dict[str, set[str]]) -> ExpectedFailure:
     fields = ("backend", "scenario", "reason", "fault", "link")
     for field in fields:
         if not isinstance(entry.get(field), str) or not entry[field].strip():
@@ -99,8 +106,12 @@ def _checked(entry: dict[str, Any], where: str, scenarios: set[str]) -> Expected
         raise ConfigError(f"{where} has {extra[0]!r}: write only {', '.join(fields)}")
     if not entry["link"].startswith("https://"):
         raise ConfigError(f"{where}: link {entry['link']!r} isn't one: report it, and link to that")
-    if entry["scenario"] not in scenarios:
-        raise ConfigError(f"{where}: there is no scenario {entry['scenario']!r}")
+    for what, names in known.items():
+        if entry[what] not in names:
+            near = difflib.get_close_matches(entry[what], sorted(names), 3, 0.0)
+            raise ConfigError(
+                f"{where}: there is no {what} {entry[what]!r}: the nearest are {', '.join(near)}"
+            )
     return ExpectedFailure(**entry)
 
 
@@ -114,6 +125,8 @@ def expect(result: Result, expected: Sequence[ExpectedFailure]) -> Result:
             return _with(result, Outcome.XFAIL, why)
         if result.outcome is Outcome.PASSED:
             return _with(result, Outcome.FAILED, f"passes, and was expected to fail: {why}")
+        if result.outcome is Outcome.UNSUPPORTED:
+            return _with(result, Outcome.FAILED, f"is refused, and was expected to fail: {why}")
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,20 @@ from weightwire_conformance.ahead import JOBS, Ahead
 from weightwire_conformance.execute import Bench, Prepared, prepare
 from weightwire_conformance.matrix import Matrix, as_property, from_property
 from weightwire_conformance.outcomes import ExpectedFailure, Outcome, read_expected
+from weightwire_conformance.reports.files import check_place
 from weightwire_conformance.reports.html import html_page
-from weightwire_conformance.reports.markdown import write_markdown
+from weightwire_conformance.reports.markdown import check_markdown, write_markdown
 from weightwire_conformance.reports.terminal import print_matrix
 from weightwire_conformance.rig import Pool
 from weightwire_conformance.scenario import Case, cases
 
 __all__ = ["ConformancePlugin"]
 
+_REPORTS: Mapping[str, Callable[[Path, Matrix], object]] = {
+    "json": lambda path, matrix: path.write_text(json.dumps(matrix.to_dict(), indent=2)),
+    "html": lambda path, matrix: path.write_text(html_page(matrix)),
+    "markdown": write_markdown,
+}
 _LETTERS = {
     Outcome.PASSED: (".", {"green": True}),
     Outcome.FAILED: ("F", {"red": True}),
@@ -51,11 +57,13 @@ class ConformancePlugin:
             self._names = [_installed(name) for name in names]
             self._options = _read_options(config.getoption("--weightwire-option"), self._names)
             known = [case.name for case in cases(large=True)]
+            installed = {provided.name for provided in registry().backends()}
             self._expected: list[ExpectedFailure] = [
                 failure
                 for file in config.getoption("--weightwire-xfail")
-                for failure in read_expected(Path(file), known)
+                for failure in read_expected(Path(file), known, installed)
             ]
+            self._check_reports()
         except ConfigError as error:
             raise pytest.UsageError(str(error)) from None
         self._cases: dict[str, Case] = {
@@ -65,6 +73,16 @@ class ConformancePlugin:
                 large=config.getoption("--weightwire-large"),
             )
         }
+
+    def _check_reports(self) -> None:
+        for kind in _REPORTS:
+            option = f"--weightwire-{kind}"
+            if (name := self._config.getoption(option)) is not None:
+                check_place(option, Path(name))
+                if kind == "markdown":
+                    check_markdown(Path(name))
+        if (name := self._config.getoption("--junitxml", None)) is not None:
+            check_place("--junitxml", Path(name), makes_directories=True)
 
     # -------------------------------------------------------------- running
 
@@ -152,19 +170,19 @@ class ConformancePlugin:
             if name in self._matrix.backends:
                 self._matrix.capabilities[name] = _declared(name)
         print_matrix(self._matrix, terminalreporter)
-        for kind, write in (
-            ("json", lambda path: path.write_text(json.dumps(self._matrix.to_dict(), indent=2))),
-            ("html", lambda path: path.write_text(html_page(self._matrix))),
-            ("markdown", lambda path: write_markdown(path, self._matrix)),
-        ):
+        lost = []
+        for kind, write in _REPORTS.items():
             path = self._config.getoption(f"--weightwire-{kind}")
             if path is None:
                 continue
             try:
-                write(Path(path))
+                write(Path(path), self._matrix)
             except (OSError, ConfigError) as error:
-                raise pytest.UsageError(f"--weightwire-{kind} {path}: {error}") from error
-            terminalreporter.write_line(f"wrote {path}")
+                lost.append(f"--weightwire-{kind} {path}: {error}")
+            else:
+                terminalreporter.write_line(f"wrote {path}")
+        if lost:
+            raise pytest.UsageError("\n".join(lost))
 
 
 def _installed(name: str) -> str:

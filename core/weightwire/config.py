@@ -13,10 +13,13 @@ from typing import Any, TypeAlias
 import pydantic
 
 from weightwire.contract import Backend, BackendConfig
-from weightwire.errors import ConfigError
+from weightwire.errors import ConfigError, UnsupportedOperation
 from weightwire.plugins import probe, registry
 
 __all__ = ["BackendChoice", "select"]
+
+OPTIONAL = {"zero_copy": "it can't serve the trainer's own tensors"}
+"""Options that mean the same to every backend that has them, and what others do instead."""
 
 BackendChoice: TypeAlias = str | Mapping[str, Any] | tuple[str, BackendConfig]
 """A backend name, ``{"backend": name, **options}``, or a name with validated options."""
@@ -29,6 +32,7 @@ def select(choice: BackendChoice) -> tuple[Backend, BackendConfig]:
         BackendNotFound: no installed plug-in has this name.
         PluginError: the plug-in is broken.
         ConfigError: an option is unknown or wrong.
+        UnsupportedOperation: an option that other backends have (``zero_copy``).
         BackendUnavailable: the backend can't run here.
     """
     name, options = _split(choice)
@@ -74,6 +78,11 @@ def _validate(backend: Backend, options: Mapping[str, Any] | BackendConfig) -> B
         problems = []
         for problem in error.errors(include_url=False):
             key = ".".join(str(part) for part in problem["loc"]) or "(config)"
+            if problem["type"] == "extra_forbidden" and key in OPTIONAL:
+                raise UnsupportedOperation(
+                    f"backend {backend.name!r} has no option {key!r}: {OPTIONAL[key]}; leave it "
+                    "out, or choose another backend"
+                ) from None
             if problem["type"] == "extra_forbidden":
                 known = ", ".join(backend.config.model_fields) or "none"
                 problems.append(

@@ -248,6 +248,9 @@ def registry() -> Registry:
 def probe(backend: Backend, seconds: float = PROBE_SECONDS) -> None:
     """Run a backend's probe, but not for longer than ``seconds``.
 
+    Native code that doesn't let go of the interpreter's lock holds this process with all its
+    threads: nothing in it can end that.  The conformance kit's own processes are ended.
+
     Raises:
         BackendUnavailable: it can't run here, or its probe failed or hangs.
     """

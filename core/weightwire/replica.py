@@ -134,6 +134,11 @@ class Replica:
             self._check_senders(offer, self._plan.table)
             return
         payload = self._session.get_blob(offer.table_digest)
+        if payload is None and self._session.has_blob(offer.table_digest):
+            raise TableMismatch(
+                f"the tensor table of {offer.policy} isn't the one that its offer names: "
+                "something changed it in the session; open the sender again"
+            )
         if payload is None:
             raise SessionError(
                 f"the tensor table of {offer.policy} isn't in the session: was it deleted? "

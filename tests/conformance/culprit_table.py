@@ -27,16 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import culprits
+from culprit_lab import Lab
 
-from weightwire_conformance.execute import Bench, prepare
-from weightwire_conformance.outcomes import Outcome
-from weightwire_conformance.rig import Pool
+from weightwire_conformance.outcomes import Outcome, Result
 from weightwire_conformance.scenario import Case, cases
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 WORKING = ("memory", "filesystem")
-PATIENCE = 20.0
 JOBS = 2 * (os.cpu_count() or 1)  # most of a cell is waiting
 PLACE = ("<!-- weightwire culprits: begin -->", "<!-- weightwire culprits: end -->")
 SHOWN = 3
@@ -53,6 +51,7 @@ class Table:
         seconds: that it took, over all calls.
         enough: culprits at which a scenario needed no more; see ``unproven``.
         cells: by scenario and backend, why it is FAILED; "" where it isn't.
+        astray: what a culprit that is named for a scenario says instead of what it should.
     """
 
     commit: str
@@ -60,11 +59,26 @@ class Table:
     seconds: float = 0.0
     enough: int = EVERY
     cells: dict[str, dict[str, str]] = field(default_factory=dict)
+    astray: list[str] = field(default_factory=list)
 
     def caught(self, scenario: str) -> list[str]:
-        """Culprits that a scenario catches."""
+        """Culprits that a scenario catches; those first that are named for it."""
         row = dict(self.cells.get(scenario, {}))  # other threads write to it
-        return sorted(name for name, reason in row.items() if reason and name not in WORKING)
+        named = list(culprits.proofs_of(scenario))
+        return sorted(
+            (name for name, reason in row.items() if reason and name not in WORKING),
+            key=lambda name: (named.index(name) if name in named else len(named), name),
+        )
+
+    def note(self, case: Case, backend: str, result: Result) -> None:
+        """What a cell has to say."""
+        failed = result.outcome is Outcome.FAILED
+        self.cells.setdefault(case.name, {})[backend] = result.reason if failed else ""
+        wanted = culprits.proofs_of(case.name).get(backend)
+        found = f"{result.reason}\n{result.detail}"
+        if wanted is not None and not (failed and re.search(wanted, found)):
+            said = f"{result.outcome.value}: {result.reason}"
+            self.astray.append(f"{case.name} over {backend} says {said!r}, not {wanted!r}")
 
     def unproven(self, backend: str, enough: int) -> list[Case]:
         """What is still to be run over a backend.
@@ -78,9 +92,9 @@ class Table:
             for case in rows()
             if backend not in self.cells.get(case.name, {})
             and (
-                backend in WORKING
-                or backend in culprits.proof_of(case.name)
-                or len(self.caught(case.name)) < enough
+                backend in _working(case)
+                or backend in culprits.proofs_of(case.name)
+                or (backend not in WORKING and len(self.caught(case.name)) < enough)
             )
         ]
 
@@ -89,7 +103,8 @@ class Table:
         found = [f"{s} fails for {b}" for s in self.cells for b in WORKING if self.cells[s].get(b)]
         found += [f"{case.name} catches nothing" for case in rows() if not self.caught(case.name)]
         every = {culprit for case in rows() for culprit in self.caught(case.name)}
-        return found + [f"{culprit} isn't caught" for culprit in set(culprits.RED) - every]
+        found += [f"{culprit} isn't caught" for culprit in set(culprits.CULPRITS) - every]
+        return found + self.astray
 
     def save(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
@@ -108,8 +123,8 @@ class Table:
     def about(self) -> str:
         much = f", each until it had caught {self.enough}" if self.enough < EVERY else ""
         return (
-            f"{len(rows())} scenarios{much}, over {len(culprits.RED)} broken backends, at commit "
-            f"`{self.commit}` with seed {self.seed}."
+            f"{len(rows())} scenarios{much}, over {len(culprits.CULPRITS)} broken backends, at "
+            f"commit `{self.commit}` with seed {self.seed}."
         )
 
     def markdown(self, most: int | None) -> str:
@@ -131,38 +146,50 @@ class Table:
 
 def rows() -> list[Case]:
     """The smallest case of each scenario, and those that are named for a culprit."""
-    named = {scenario for scenario, _ in culprits.RED.values()}
-    return [
-        case
-        for case in cases()
-        if (case.smallest or case.name in named) and case.name not in culprits.ENGINES
-    ]
+    named = {proof.scenario for proof in culprits.PROOFS}
+    return [case for case in cases(large=True) if case.smallest or case.name in named]
+
+
+def _working(case: Case) -> Sequence[str]:
+    return WORKING[:1] if case.name in culprits.EXPENSIVE else WORKING
 
 
 def columns() -> list[str]:
-    return [*WORKING, *sorted(culprits.RED)]
+    return [*WORKING, *culprits.CULPRITS]
 
 
 def fill(
     table: Table,
-    pools: Sequence[Pool],
+    site: Path,
     *,
+    jobs: int = JOBS,
     seconds: float = float("inf"),
     done: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run what is missing, each backend in one of several threads, until the time is up."""
+    """Run what is missing, each backend in one of several threads, until the time is up.
+
+    Args:
+        site: where culprits are to be installed.
+        done: called after each backend.
+    """
     began = time.monotonic()
-    # Those that are named for a scenario first: then it may have caught enough already.
-    for enough in (0, table.enough):
-        order = [backend for backend in columns() if table.unproven(backend, enough)]
-        random.Random(table.seed).shuffle(order)
-        _share(table, pools, order, enough, began + seconds, done)
-    table.seconds += time.monotonic() - began
+    known = os.environ.get("PYTHONPATH", "")
+    lab = Lab(os.pathsep.join([culprits.install(site), *([known] if known else ())]))
+    try:
+        # Those that are named for a scenario first: then it may have caught enough already.
+        for enough in (0, table.enough):
+            order = [backend for backend in columns() if table.unproven(backend, enough)]
+            random.Random(table.seed).shuffle(order)
+            _share(table, lab, jobs, order, enough, began + seconds, done)
+    finally:
+        lab.close()
+        table.seconds += time.monotonic() - began
 
 
 def _share(
     table: Table,
-    pools: Sequence[Pool],
+    lab: Lab,
+    jobs: int,
     order: list[str],
     enough: int,
     end: float,
@@ -171,20 +198,20 @@ def _share(
     lock = threading.Lock()
     failures: list[BaseException] = []
 
-    def work(pool: Pool) -> None:
+    def work() -> None:
         try:
             while time.monotonic() < end:
                 with lock:
                     if failures or not order:
                         return
                     backend = order.pop()
-                _run(table, pool, backend, enough, end)
+                _run(table, lab, backend, enough, end)
                 with lock:
                     done()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(pool,)) for pool in pools]
+    threads = [threading.Thread(target=work) for _ in range(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -193,20 +220,17 @@ def _share(
         raise failures[0]
 
 
-def _run(table: Table, pool: Pool, backend: str, enough: int, end: float) -> None:
-    prepared = prepare(pool, backend, {})
-    bench = Bench(pool)
+def _run(table: Table, lab: Lab, backend: str, enough: int, end: float) -> None:
     for case in table.unproven(backend, enough):
-        if case.soak and backend not in (*WORKING, *culprits.proof_of(case.name)):
-            # Long, and what else fails within fifty versions fails within nine.
+        long = case.soak or case.name in culprits.EXPENSIVE
+        if long and backend not in (*_working(case), *culprits.proofs_of(case.name)):
+            # What else fails within fifty versions, or 2 GiB, fails within nine, or 3 MiB.
             table.cells.setdefault(case.name, {})[backend] = ""
             continue
         if time.monotonic() > end:
             break
-        result = bench.run(case, prepared)
-        reason = result.reason if result.outcome is Outcome.FAILED else ""
-        table.cells.setdefault(case.name, {})[backend] = reason
-    pool.end(backend)
+        table.note(case, backend, lab.run_warm(case, backend))
+    lab.end(backend)
 
 
 def commit() -> str:
@@ -232,14 +256,13 @@ def main() -> int:
     table.enough = arguments.enough
     os.environ["WEIGHTWIRE_SEED"] = str(table.seed)
     with tempfile.TemporaryDirectory() as site:
-        known = os.environ.get("PYTHONPATH", "")
-        paths = {"PYTHONPATH": os.pathsep.join([culprits.install(Path(site)), known])}
-        pools = [Pool(PATIENCE, paths) for _ in range(arguments.jobs)]
-        try:
-            fill(table, pools, seconds=arguments.seconds, done=lambda: table.save(RESULTS))
-        finally:
-            for pool in pools:
-                pool.close()
+        fill(
+            table,
+            Path(site),
+            jobs=arguments.jobs,
+            seconds=arguments.seconds,
+            done=lambda: table.save(RESULTS),
+        )
     table.save(RESULTS)
     left = sum(len(table.unproven(backend, table.enough)) for backend in columns())
     if left:

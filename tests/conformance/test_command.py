@@ -31,12 +31,60 @@ def test_no_backend_is_a_usage_error() -> None:
 
 def test_an_unknown_backend_lists_those_installed() -> None:
     ran = run("nosuch")
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "no backend 'nosuch' is installed; installed: filesystem, memory" in ran.stderr
 
 
 def test_no_scenario_that_fits_is_a_usage_error() -> None:
-    assert run("memory", "-k", "nosuch").returncode == 2
+    ran = run("memory", "-k", "zero-dimm")
+    assert ran.returncode == 2
+    assert "no scenario fits -k 'zero-dimm': the nearest are" in ran.stderr
+    assert "zero-dim-tensors-arrive" in ran.stderr
+
+
+def test_a_report_that_cant_be_written_is_a_usage_error_before_the_run(tmp_path: Path) -> None:
+    place = tmp_path / "nowhere" / "report.html"
+    ran = run("memory", "-k", "zero-dim", "--html", place)
+    assert ran.returncode == 2
+    assert f"{place}: directory {place.parent} doesn't exist" in ran.stderr + ran.stdout
+    assert "passed" not in ran.stdout
+
+
+def test_places_for_reports_are_looked_at(tmp_path: Path) -> None:
+    from weightwire import ConfigError
+    from weightwire_conformance.reports.files import check_place
+    from weightwire_conformance.reports.markdown import check_markdown
+
+    (tmp_path / "file").write_bytes(b"\xff")
+    check_place("--json", tmp_path / "new")
+    check_place("--junitxml", tmp_path / "new" / "newer" / "x.xml", makes_directories=True)
+    for place, message in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "file" / "x", "isn't one"),
+        (tmp_path / "new" / "x", "doesn't exist"),
+        (Path("/proc/version"), "can't be written") if os.getuid() else (tmp_path, "--json"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_place("--json", place)
+    with pytest.raises(ConfigError, match="can't be read"):
+        check_markdown(tmp_path / "file")
+
+
+def test_one_report_that_is_lost_loses_no_other(tmp_path: Path) -> None:
+    """Its disk is full."""
+    ran = run("memory", "-k", "zero-dim", "--html", "/dev/full", "--markdown", tmp_path / "t.md")
+    assert ran.returncode == 2
+    assert "/dev/full" in ran.stderr + ran.stdout
+    assert "zero-dim-tensors-arrive" in ran.stdout
+    assert "zero-dim-tensors-arrive" in (tmp_path / "t.md").read_text()
+
+
+def test_expected_failures_of_what_there_isnt_are_a_usage_error(tmp_path: Path) -> None:
+    from test_outcomes import write
+
+    ran = run("memory", "--xfail", write(tmp_path / "x.toml", backend="memoryy"))
+    assert ran.returncode == 2
+    assert "there is no backend 'memoryy': the nearest are memory" in ran.stderr + ran.stdout
 
 
 def test_a_wrong_option_fails_and_says_so() -> None:

@@ -4,77 +4,85 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+from pathlib import Path
 
 import culprit_table
 import culprits
 import pytest
+from culprit_lab import Lab
 
 from weightwire_conformance.outcomes import Outcome
-from weightwire_conformance.rig import Pool
 from weightwire_conformance.scenario import cases
 
-
-def rows() -> list[tuple[str, str]]:
-    """For each scenario that no line of ``RED`` names: its smallest case, and a culprit."""
-    named = {culprits.base(scenario) for scenario, _ in culprits.RED.values()}
-    return [
-        (case.name, *culprits.proof_of(case.name))
-        for case in cases()
-        if case.smallest and culprits.base(case.name) not in named
-    ]
+JOBS = 4
 
 
 def test_every_culprit_is_known() -> None:
-    assert set(culprits.RED) | culprits.OTHERS == set(culprits.installed())
-    assert {culprit for _, culprit in rows()} <= set(culprits.RED)
-    every = {culprits.base(case.name) for case in cases(large=True)}
-    assert set(culprits.ALSO) <= every
+    assert set(culprits.CULPRITS) | culprits.OTHERS == set(culprits.installed())
+    known = {case.name for case in cases(large=True)} | culprits.ENGINES
+    assert {proof.scenario for proof in culprits.PROOFS} <= known
 
 
-@pytest.mark.parametrize("culprit", sorted(culprits.RED))
-def test_a_broken_backend_is_red_for_the_right_reason(lab, culprit: str) -> None:
-    scenario, reason = culprits.RED[culprit]
-    result = lab.run(scenario, culprit)
-    assert result.outcome is Outcome.FAILED, result
-    assert re.search(reason, f"{result.reason}\n{result.detail}"), result
+def test_every_scenario_has_a_culprit() -> None:
+    """Its smallest case, the one that ``--quick`` runs, has one of its own."""
+    smallest = {case.name for case in cases(large=True) if case.smallest}
+    assert smallest - {proof.scenario for proof in culprits.PROOFS} == set()
+
+
+@pytest.fixture(scope="session")
+def ahead(lab: Lab, request: pytest.FixtureRequest) -> Lab:
+    """Runs what was selected, several at once."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    proofs = [spec.params["proof"] for spec in asked if spec and "proof" in spec.params]
+    lab.begin(proofs, JOBS)
+    return lab
 
 
 @pytest.mark.parametrize(
-    ("scenario", "culprit"),
+    "proof",
     [
-        # Whatever compares bytes catches that one: it says least about a scenario.
-        pytest.param(*row, marks=pytest.mark.soak if row[1] == culprits.ANY else ())
-        for row in rows()
+        pytest.param(
+            proof,
+            id=f"{proof.culprit}-{proof.scenario}",
+            marks=[pytest.mark.soak, pytest.mark.timeout(900)] if proof.soak else (),
+        )
+        for proof in culprits.PROOFS
+        if proof.scenario in {case.name for case in cases(large=True)}
     ],
 )
-def test_no_scenario_is_vacuous(lab, scenario: str, culprit: str) -> None:
-    result = lab.run(scenario, culprit)
+def test_a_broken_backend_is_red_for_the_right_reason(ahead: Lab, proof: culprits.Proof) -> None:
+    result = ahead.prove(proof)
     assert result.outcome is Outcome.FAILED, result
+    assert re.search(proof.reason, f"{result.reason}\n{result.detail}"), result
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_the_whole_table_of_scenarios_and_culprits(site: str) -> None:
+def test_the_whole_table_of_scenarios_and_culprits() -> None:
     """Each scenario's smallest case over each broken backend; the table goes to ``results/``."""
     seed = int(os.environ.get("WEIGHTWIRE_SEED", "0"))
     table = culprit_table.Table(culprit_table.commit(), seed)
-    pools = [Pool(culprit_table.PATIENCE, {"PYTHONPATH": site}) for _ in range(culprit_table.JOBS)]
-    try:
-        culprit_table.fill(table, pools)
-    finally:
-        for pool in pools:
-            pool.close()
+    with tempfile.TemporaryDirectory() as site:
+        culprit_table.fill(table, Path(site))
     table.save(culprit_table.RESULTS)
     assert table.faults() == []
 
 
-def test_the_page_shows_a_table_without_an_empty_row() -> None:
+def test_the_page_shows_every_scenario_and_what_it_catches() -> None:
     """Refresh it with ``python tests/conformance/culprit_table.py --docs docs/conformance.md``."""
     text = (culprit_table.ROOT / "docs" / "conformance.md").read_text()
     begin, end = culprit_table.PLACE
-    rows = re.findall(
-        r"^\| ([a-z0-9-]+\S*) \| (\d+) \|", text.partition(begin)[2].partition(end)[0], re.M
+    shown = re.findall(
+        r"^\| ([a-z0-9-]+\S*) \| (\d+) \| (\S*)",
+        text.partition(begin)[2].partition(end)[0],
+        re.M,
     )
-    assert {name for name, _ in rows} <= {case.name for case in culprit_table.rows()}
-    assert len(rows) > 60
-    assert all(int(count) > 0 for _, count in rows)
+    names = {name for name, _, _ in shown}
+    rows = {case.name for case in culprit_table.rows()} | culprits.ENGINES
+    assert names == rows, "refresh the table"
+    every = {culprits.base(case.name) for case in cases(large=True)} | culprits.ENGINES
+    assert {culprits.base(name) for name in names} == every
+    for name, count, first in shown:
+        assert int(count) > 0, name
+        assert first.rstrip(",") in culprits.proofs_of(name), f"{name}: refresh the table"

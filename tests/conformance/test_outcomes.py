@@ -80,6 +80,14 @@ def test_a_broken_plugin_fails_with_its_distribution_and_remedy(lab, backend, re
     assert re.search(reason, result.reason)
 
 
+def test_a_probe_that_nothing_in_its_process_can_end_is_ended(lab) -> None:
+    result = lab.run(SCENARIO, "holds-the-interpreter")
+    assert result.outcome is Outcome.FAILED
+    assert result.reason == (
+        "backend 'holds-the-interpreter' holds its process while it is probed: upgrade it"
+    )
+
+
 def test_an_expected_failure_is_strict(lab) -> None:
     def failure(backend: str) -> list[ExpectedFailure]:
         return [ExpectedFailure(backend, SCENARIO, "drops scalars", "libfaraway", LINK)]
@@ -89,7 +97,12 @@ def test_an_expected_failure_is_strict(lab) -> None:
     assert broken.reason == f"drops scalars (fault of libfaraway: {LINK})"
     whole = lab.run(SCENARIO, "memory", expected=failure("memory"))
     assert whole.outcome is Outcome.FAILED
-    assert "was expected to fail" in whole.reason
+    assert "passes, and was expected to fail" in whole.reason
+    late = "a-late-receiver-catches-up-at-once"
+    expected = [ExpectedFailure("memory", late, "is early", "libfaraway", LINK)]
+    refused = lab.run(late, "memory", expected=expected)
+    assert refused.outcome is Outcome.FAILED
+    assert "is refused, and was expected to fail" in refused.reason
 
 
 ENTRY = {
@@ -111,11 +124,13 @@ def write(path: Path, **changes: str | None) -> Path:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"x.toml has 'xfails?': write \[\[xfail\]\] tables"):
-        read_expected(tmp_path / "x.toml", [SCENARIO])
+        read_expected(tmp_path / "x.toml", [SCENARIO], ["acme"])
 
 
 def test_expected_failures_are_read(tmp_path: Path) -> None:
-    assert read_expected(write(tmp_path / "x.toml"), [SCENARIO]) == [ExpectedFailure(**ENTRY)]
+    assert read_expected(write(tmp_path / "x.toml"), [SCENARIO], ["acme"]) == [
+        ExpectedFailure(**ENTRY)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +141,7 @@ def test_expected_failures_are_read(tmp_path: Path) -> None:
         ({"link": None}, "has no 'link'"),
         ({"link": "see our wiki"}, "isn't one"),
         ({"scenario": "nosuch"}, "no scenario 'nosuch'"),
+        ({"backend": "acne"}, "no backend 'acne': the nearest are acme"),
         ({"until": "2030"}, "has 'until'"),
     ],
 )
@@ -133,7 +149,7 @@ def test_an_expected_failure_needs_a_reason_a_culprit_and_a_link(
     tmp_path: Path, changes: dict[str, str | None], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_expected(write(tmp_path / "x.toml", **changes), [SCENARIO])
+        read_expected(write(tmp_path / "x.toml", **changes), [SCENARIO], ["acme"])
 
 
 def test_the_scenario_of_the_page_passes(lab) -> None:

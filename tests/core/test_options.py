@@ -104,6 +104,12 @@ def test_an_unknown_backend_lists_what_is_installed():
     assert "memory" in first
 
 
+def test_an_option_of_other_backends_is_an_operation_that_this_one_lacks():
+    """Whoever tries whether a transport can do it tells that from a misspelt option."""
+    with pytest.raises(UnsupportedOperation, match="'memory' has no option 'zero_copy'"):
+        select({"backend": "memory", "zero_copy": True})
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -21,7 +21,7 @@ from weightwire_conformance.outcomes import Outcome
 from weightwire_conformance.reports.marks import MARKS, tally
 from weightwire_conformance.scenarios import THEMES
 
-__all__ = ["markdown_table", "write_markdown"]
+__all__ = ["check_markdown", "markdown_table", "write_markdown"]
 
 _END = "<!-- weightwire conformance: end -->"
 _PLACE = re.compile(
@@ -42,13 +42,26 @@ def write_markdown(path: Path, matrix: Matrix) -> None:
             + "\n"
         )
         return
+    check_markdown(path)
     text = path.read_text()
-    if not _PLACE.search(text):
+    path.write_text(_PLACE.sub(lambda place: _placed(place[1], matrix), text))
+
+
+def check_markdown(path: Path) -> None:
+    """Refuse a file that exists and has no place for a table.
+
+    Raises:
+        ConfigError: that, or it can't be read.
+    """
+    try:
+        text = path.read_text() if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read ({error}): name a Markdown file") from None
+    if text is not None and not _PLACE.search(text):
         raise ConfigError(
             f"{path} has no place for a support table: write the lines "
             f"'<!-- weightwire conformance: themes -->' and '{_END}' where it belongs"
         )
-    path.write_text(_PLACE.sub(lambda place: _placed(place[1], matrix), text))
 
 
 def _placed(detail: str, matrix: Matrix) -> str:

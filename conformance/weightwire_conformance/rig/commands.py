@@ -21,6 +21,7 @@ from weightwire.errors import WeightWireError
 from weightwire.plugins import probe, registry
 from weightwire.targets import MappingTarget, WeightTarget
 from weightwire_conformance import oracle
+from weightwire_conformance.digest import digest
 from weightwire_conformance.rig import edge
 from weightwire_conformance.rig.leavings import Leavings, usage
 from weightwire_conformance.rig.placements import Placed, part
@@ -353,6 +354,10 @@ class Commands:
         member = self._member
         held = member.model, member.tensors
         return oracle.difference(*held, version, member.seed, member.cuts)
+
+    def do_digest(self, version: int) -> str:
+        """Of a whole version, as the oracle computes it."""
+        return digest(self._member.model, version, self._member.seed)
 
     def do_pristine(self) -> bool:
         return oracle.pristine(self._member.model, self._member.tensors, self._member.cuts)

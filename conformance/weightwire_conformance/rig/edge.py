@@ -162,6 +162,7 @@ def point_target(target: WeightTarget, points: Points, *, staged: bool) -> Weigh
     def pointed_commit() -> None:
         points.reach("target.commit")
         commit()
+        points.reach("target.committed")
 
     target.plan = pointed_plan  # type: ignore[method-assign]
     target.write = pointed_write  # type: ignore[method-assign]

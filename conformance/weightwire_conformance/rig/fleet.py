@@ -158,7 +158,6 @@ class Fleet:
         self._patience = pool.patience
         self._workers: list[Worker] = []
         self._sides: list[Side] = []
-        self._others: list[Fleet] = []
         self._slowest = 0.0
 
     @property
@@ -190,6 +189,10 @@ class Fleet:
         """Before anything is opened: this scenario's calls may take that long."""
         self.timeout = seconds
         self._patience = seconds
+
+    def tables(self) -> list[Path]:
+        """Files of a session in a directory that hold tensor tables, each under its digest."""
+        return sorted((self.directory / "session" / "records").glob("tables/*/*.last"))
 
     def worker(self, *, fresh: bool = False) -> Worker:
         worker = self.pool.take(self.backend, fresh=fresh)
@@ -288,19 +291,6 @@ class Fleet:
         for replica in replicas:
             replica.must_hold(version)
 
-    def beside(self, backend: str) -> Fleet:
-        """Another fleet for the same scenario, over a backend to compare with."""
-        other = Fleet(
-            self.pool,
-            backend,
-            {},
-            {"flow": "unknown"},
-            f"{self.directory.name}-{backend}",
-            seed=self.seed,
-        )
-        self._others.append(other)
-        return other
-
     # -------------------------------------------------------------- the end
 
     def close(self, *, reuse: bool) -> None:
@@ -335,8 +325,6 @@ class Fleet:
         for worker in clean:
             self.pool.give_back(self.backend, worker)
         shutil.rmtree(self.directory, ignore_errors=True)
-        for other in self._others:
-            other.close(reuse=reuse)
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise LeftBehind("\n".join([f"left behind: {problems[0]}{more}", *problems[1:]]))

@@ -259,6 +259,33 @@ def the_others_go_on_without_a_lost_receiver(fleet: Fleet, point: str, after: in
     fleet.exchange(sender, 2, stays, fleet.receiver("dies"))
 
 
+@scenario(
+    need=receivers(2),
+    cases={"fail": {"on_loss": "fail"}, "continue": {"on_loss": "continue"}},
+)
+def a_receiver_that_dies_before_it_says_so_hasnt_applied_the_version(
+    fleet: Fleet, on_loss: str
+) -> None:
+    """Killed between its commit and its acknowledgement: it is missed by name, the others go on."""
+    sender = fleet.sender(min_receivers=2, on_receiver_loss=on_loss)
+    stays, dies = fleet.receiver("stays"), fleet.receiver("dies")
+    dies.arm("target.committed")
+    sending = sender.start("send", version=1, wait="applied")
+    receiving = stays.start("receive")
+    dies.start("receive")
+    dies.first.until_at("target.committed")
+    dies.kill()
+    if on_loss == "fail" or fleet.capabilities["flow"] == "collective":
+        error = sending.error()
+        told(error)
+        assert "'dies'" in error.first, f"doesn't name who is missing: {error}"
+    else:
+        sending.results()
+    receiving.outcome()
+    stays.must_be_whole()
+    fleet.exchange(sender, 2, stays, fleet.receiver("dies"))
+
+
 @scenario
 def an_interrupted_receiver_tells_its_sender(fleet: Fleet) -> None:
     """Ctrl-C in the midst of a version."""

@@ -31,6 +31,28 @@ def a_table_that_differs_in_something_is_refused(fleet: Fleet, model: str) -> No
 
 
 @scenario
+def a_table_that_isnt_the_offered_one_is_refused(fleet: Fleet) -> None:
+    """An offer names its table by digest: another one that lies there isn't planned from."""
+    sender, replica = fleet.sender(group_bytes=4 << 10), fleet.receiver()
+    fleet.exchange(sender, 1, replica)
+    (other,) = (path.read_bytes() for path in fleet.tables())
+    sender.close()
+    sender = fleet.sender(workers=sender.workers)
+    sending = sender.start("send", version=2, wait="applied")
+    sender.first.until_waiting("receiver_")
+    for path in fleet.tables():
+        path.write_bytes(other)
+    error = replica.start("receive", minimum=2).error()
+    assert "TableMismatch" in error.kinds, error
+    refused = sending.error()
+    assert "TableMismatch" in refused.kinds, refused
+    replica.must_hold(1)
+    sender.close()
+    again = fleet.sender(workers=sender.workers, group_bytes=2 << 10)
+    fleet.exchange(again, 2, replica)
+
+
+@scenario
 def names_that_leave_their_directory_are_refused(fleet: Fleet) -> None:
     """A table may not name files outside the session."""
     sender = fleet.sender("escaping")

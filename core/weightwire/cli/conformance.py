@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import itertools
 import signal
@@ -13,7 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from weightwire.errors import BackendUnavailable
+from weightwire.errors import BackendNotFound, BackendUnavailable
 from weightwire.plugins import registry
 
 __all__ = ["conformance"]
@@ -73,8 +74,12 @@ def conformance(
     """
     if importlib.util.find_spec("pytest") is None:
         raise BackendUnavailable(f"the conformance kit needs pytest: {_INSTALL}")
-    for name in dict.fromkeys(backends):
-        _refuse_unknown(name)
+    try:
+        for name in dict.fromkeys(backends):
+            _refuse_unknown(name)
+    except BackendNotFound as error:  # as wrong as an option that there isn't
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(_EXIT_CODES[_USAGE]) from None
     arguments = [f"--weightwire-backend={name}" for name in backends]
     arguments += [f"--weightwire-option={text}" for text in option or ()]
     arguments += [f"--weightwire-xfail={path.absolute()}" for path in xfail or ()]
@@ -93,7 +98,18 @@ def conformance(
             arguments.append(f"{flag}={path.absolute()}")
     if junit is not None:
         arguments.append(f"--junitxml={junit.absolute()}")
-    raise typer.Exit(_run(arguments, as_json=as_json))
+    code = _run(arguments, as_json=as_json)
+    if code == _NOTHING_RUN and select:
+        near = ", ".join(_nearest(select))
+        print(f"no scenario fits -k {select!r}: the nearest are {near}", file=sys.stderr)
+    raise typer.Exit(_EXIT_CODES.get(code, code))
+
+
+def _nearest(expression: str) -> list[str]:
+    from weightwire_conformance.scenario import cases
+
+    names = list(dict.fromkeys(case.name.partition("[")[0] for case in cases(large=True)))
+    return difflib.get_close_matches(expression, names, 3, 0.0)
 
 
 def _refuse_unknown(name: str) -> None:
@@ -121,7 +137,7 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         code = _end_well(command, sys.stderr if as_json else None)
         if as_json and results.exists():
             print(results.read_text())
-    return _EXIT_CODES.get(code, code)
+    return code
 
 
 def _end_well(command: list[str], stdout: TextIO | None) -> int:

@@ -179,6 +179,11 @@ class Session:
             return None
         return payload
 
+    def has_blob(self, digest: str) -> bool:
+        """Whether all of it was stored under this digest, whatever it is now."""
+        names = self.children(keys.table(keys.validate_key(digest)))
+        return bool(names) and names[-1].endswith(".last")
+
     def is_replaced(self) -> bool:
         """True when the store now holds another session than the one that was opened."""
         payload = self.store.get(keys.SESSION)

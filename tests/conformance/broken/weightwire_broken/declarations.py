@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,14 @@ class TakesAnyOption(BrokenMemory):
 
 
 @broken
+class HidesItsWay(BrokenMemory):
+    """Reports don't say how bytes travelled."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        path = " "
+
+
+@broken
 class CantRun(BrokenMemory):
     """Not wrong: its library isn't there."""
 
@@ -74,6 +83,14 @@ class ProbesForEver(BrokenMemory):
         import threading
 
         threading.Event().wait()
+
+
+@broken
+class HoldsTheInterpreter(BrokenMemory):
+    """Its library hangs in native code that doesn't let go of the interpreter's lock."""
+
+    def probe(self):
+        ctypes.PyDLL(None).sleep(60)
 
 
 class NotOurs(BaseModel):

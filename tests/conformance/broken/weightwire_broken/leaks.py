@@ -26,6 +26,33 @@ class LeaksADescriptor(BrokenMemory):
 
 
 @broken
+class KeepsEveryReader(BrokenMemory):
+    """One descriptor for each receiver that ever joined."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def __init__(self, context):
+            super().__init__(context)
+            self._seen = set()
+
+        def begin(self, offer, readers):
+            for ranks in readers.values():
+                if tuple(ranks) not in self._seen:
+                    self._seen.add(tuple(ranks))
+                    KEPT.append(os.open("/dev/null", os.O_RDONLY))
+            super().begin(offer, readers)
+
+
+@broken
+class LeaksWhenItAborts(BrokenMemory):
+    """One descriptor for each version that was given up."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def abort(self, error):
+            KEPT.append(os.open("/dev/null", os.O_RDONLY))
+            super().abort(error)
+
+
+@broken
 class LeaksMemory(BrokenMemory):
     """A mebibyte a version."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -142,17 +143,34 @@ class ThinsFloats(BrokenMemory):
 
 
 @broken
+class ThinsHalves(BrokenMemory):
+    """float16 goes through bfloat16."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for tensor in regions.values():
+                if tensor.dtype == torch.float16:
+                    tensor.copy_(tensor.bfloat16())
+            return seals
+
+
+@broken
 class ForgesSeals(BrokenMemory):
     """Seals are made on arrival, from whatever arrived."""
 
     class receiver_class(MemoryReceiver):  # noqa: N801
+        def change(self, tensor):
+            pass
+
         def fetch(self, group, regions):
             super().fetch(group, regions)
             digests = {}
             for i, tensor in regions.items():
+                self.change(tensor)
                 region = self._regions[i]
                 entry = self._table.tensors[region.tensor]
-                digests[region.tensor] = box_digest(
+                digests[region.tensor] = digests.get(region.tensor, 0) + box_digest(
                     tensor,
                     key=tensor_key(entry.name),
                     shape=entry.shape,
@@ -160,7 +178,54 @@ class ForgesSeals(BrokenMemory):
                     verify="full",
                     version=self._policy.version,
                 )
-            return [Seal(digests)]
+            return [Seal({i: digest & ((1 << 64) - 1) for i, digest in digests.items()})]
+
+
+@broken
+class LiesThroughout(ForgesSeals):
+    """One bit of every tensor is wrong, and sealed as it is."""
+
+    class receiver_class(ForgesSeals.receiver_class):  # noqa: N801
+        def change(self, tensor):
+            if tensor.numel() and tensor.dtype != torch.bool:
+                raw(tensor)[0] ^= 1
+
+
+@broken
+class SpoilsSeals(BrokenMemory):
+    """Good bytes come with a wrong digest."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            return [
+                Seal({i: digest ^ 1 for i, digest in seal.digests.items()}, seal.owner)
+                for seal in super().fetch(group, regions)
+            ]
+
+
+@broken
+class WrapsAtTwoGibibytes(BrokenMemory):
+    """Offsets within a tensor have 32 bits, one of them a sign."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            def begin(i):
+                region = self._regions[i]
+                entry = self._table.tensors[region.tensor]
+                row = math.prod(entry.shape[1:]) * entry.torch_dtype.itemsize
+                return region.offsets[0] * row if region.offsets else 0
+
+            return super().fetch(group, {i: t for i, t in regions.items() if begin(i) < 1 << 31})
+
+
+@broken
+class CountsInAByte(BrokenMemory):
+    """The 257th tensor is taken for the first, which has arrived already."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            known = {i: t for i, t in regions.items() if self._regions[i].tensor < 256}
+            return super().fetch(group, known)
 
 
 @broken
@@ -274,6 +339,20 @@ class MistakesShards(BrokenMemory):
             return seals
 
 
+@broken
+class TakesOneExpert(BrokenMemory):
+    """Each of a tensor's experts is its first."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            for tensor in regions.values():
+                if tensor.dim() == 3 and tensor.numel():
+                    experts = raw(tensor).view(len(tensor), -1)
+                    experts[1:] = experts[:1].clone()
+            return seals
+
+
 class ZeroCopyConfig(MemoryConfig):
     zero_copy: bool = False
 
@@ -307,6 +386,17 @@ class KeepsItsPointers(BrokenMemory):
                     memory.copy_(self._first[i])
                 tensors = staged
             super().put(group, tensors, seal)
+
+
+class AlwaysZeroCopyConfig(ZeroCopyConfig):
+    zero_copy: bool = True
+
+
+@broken
+class ReadsWhereItReadFirst(KeepsItsPointers):
+    """Tensors that got new memory are read in their old."""
+
+    config = AlwaysZeroCopyConfig
 
 
 @broken

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import ClassVar
+
 import msgspec
 
-from weightwire.errors import ConfigError, TransferError, UnsupportedOperation
+from weightwire.errors import ConfigError, PeerLost, TransferError, UnsupportedOperation
 from weightwire.memory.receiver import MemoryReceiver
 from weightwire.memory.sender import MemorySender
 from weightwire_broken import BrokenFilesystem, BrokenMemory, broken
 from weightwire_filesystem.receiver import FilesystemReceiver
+from weightwire_filesystem.sender import FilesystemSender
 
 
 @broken
@@ -86,6 +91,64 @@ class KeepsItsRoster(BrokenMemory):
             if set(readers.values()) != self.roster:
                 raise TransferError("the roster isn't what it was")
             super().begin(offer, readers)
+
+
+@broken
+class MissesWhoLeft(BrokenMemory):
+    """Whoever was served once must be there for ever, also for the next sender."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        known: ClassVar[dict[str, set[str]]] = {}
+
+        def begin(self, offer, readers):
+            known = self.known.setdefault(self._context.session_id, set())
+            if missing := sorted(known - readers.keys()):
+                raise TransferError(f"receiver {missing[0]!r} doesn't answer any more")
+            known.update(readers)
+            super().begin(offer, readers)
+
+
+@broken
+class WantsEqualReplicas(BrokenMemory):
+    """Every replica must have as many ranks as the first."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def begin(self, offer, readers):
+            if len({len(ranks) for ranks in readers.values()}) > 1:
+                raise TransferError("replicas have different numbers of ranks")
+            super().begin(offer, readers)
+
+
+@broken
+class ExpectsTheNext(BrokenMemory):
+    """Version numbers must be counted up by one."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        last = None
+
+        def begin(self, offer):
+            version = offer.policy.version
+            if self.last is not None and version != self.last + 1:
+                raise TransferError(f"version {version} doesn't follow version {self.last}")
+            self.last = version
+            super().begin(offer)
+
+
+@broken
+class NeedsItsSender(BrokenFilesystem):
+    """A stored version can be read as long as the process that stored it lives."""
+
+    class sender_class(FilesystemSender):  # noqa: N801
+        def publish(self):
+            super().publish()
+            (self._context.session_dir / "stored-by").write_text(str(os.getpid()))
+
+    class receiver_class(FilesystemReceiver):  # noqa: N801
+        def begin(self, offer):
+            super().begin(offer)
+            pid = (self._context.session_dir / "stored-by").read_text()
+            if not Path(f"/proc/{pid}").exists():
+                raise PeerLost(f"process {pid}, which stored it, has ended")
 
 
 @broken
