@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
+from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal, decode_message
 from weightwire.errors import PeerLost, TransferError, WeightWireError
 from weightwire.session import process
 from weightwire.table import Region, TensorTable
@@ -38,7 +38,6 @@ from weightwire_nixl.wire import (
     ReaderInfo,
     SenderInfo,
     Written,
-    decode,
     encode,
     read_message,
     readable,
@@ -158,7 +157,9 @@ class NixlReceiver(ReceiverTransport):
 
     def _meet(self, agent: Agent, rank: int, carried: bytes) -> Owner:
         who = f"sender rank {rank}"
-        info = decode(self._discovery.get("sender", "sender", rank, carried), SenderInfo, who)
+        info = decode_message(
+            self._discovery.get("sender", "sender", rank, carried), SenderInfo, who
+        )
         known = self._owners.get(rank)
         if known is not None and known.info == info and not known.broken:
             return known
@@ -256,7 +257,7 @@ class NixlReceiver(ReceiverTransport):
         )
         with self._moving:
             del self._flights[group]
-        return [decode(part.seal, Seal, part.owner.who) for part in flight.parts]
+        return [decode_message(part.seal, Seal, part.owner.who) for part in flight.parts]
 
     def _landed(self, flight: _Flight) -> bool:
         if self._progress is None:
