@@ -21,7 +21,7 @@ from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import Owner
-from weightwire_nixl.peers import check_alike, soon
+from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.progress import Progress
 from weightwire_nixl.pull import Pull
 from weightwire_nixl.push import Push
@@ -251,9 +251,10 @@ class NixlReceiver(ReceiverTransport):
             self.post(group, regions)
             flight = self._flights[group]
         self._context.watch.until(
-            soon(lambda: self._landed(flight)),
+            lambda: self._landed(flight),
             f"announcement or bytes of group {group}",
             lambda: [part.owner.who for part in flight.parts if not part.landed],
+            rest=naps(),
         )
         with self._moving:
             del self._flights[group]

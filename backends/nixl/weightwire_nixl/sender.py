@@ -23,7 +23,7 @@ from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.live import LiveGroup, LiveLayout, LiveMemory
-from weightwire_nixl.peers import check_alike, soon
+from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.pool import Slot, SlotPool
 from weightwire_nixl.reader import Reader
 from weightwire_nixl.route import choose, describe_endpoint
@@ -335,9 +335,10 @@ class NixlSender(SenderTransport):
         if not missing():
             return
         self._context.watch.until(
-            soon(lambda: not missing()),
+            lambda: not missing(),
             f"credit for group {slot.group}",
             lambda: [reader.who for reader in missing()],
+            rest=naps(),
         )
 
     def _replace(self, slot: Slot) -> Slot:
