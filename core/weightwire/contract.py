@@ -52,7 +52,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 import torch
@@ -61,7 +61,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from weightwire.deadline import Watch
-from weightwire.errors import PluginError
+from weightwire.errors import PluginError, TransferError
 from weightwire.table import Region, TensorTable
 
 __all__ = [
@@ -77,6 +77,7 @@ __all__ = [
     "Seal",
     "SenderTransport",
     "checked_description",
+    "decode_message",
 ]
 
 API = 1
@@ -86,6 +87,8 @@ MAX_DESCRIPTION = 1 << 20
 """Bytes of the longest ``describe``."""
 
 CPU = torch.device("cpu")
+
+M = TypeVar("M")
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Flow = Literal["store", "pull", "push", "collective"]
@@ -441,3 +444,21 @@ def checked_description(description: bytes) -> bytes:
             f"{MAX_DESCRIPTION}: put large data where the backend's peers can fetch it"
         )
     return description
+
+
+def decode_message(payload: bytes, kind: type[M], who: str) -> M:
+    """What another process sent or described, as the msgspec type that says what is valid.
+
+    Args:
+        payload: msgpack.
+        who: sent it, for the error.
+
+    Raises:
+        TransferError: it can't be read, or isn't valid; names ``who``.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(
+            f"what {who} sent can't be read ({error}): run one weightwire version on both sides"
+        ) from error

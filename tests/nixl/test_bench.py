@@ -13,7 +13,12 @@ def test_the_benchmark_measures_verified_transfers(capfd):
     assert abs(figures["nbytes"] - 4_000_000) < 40_000
     modes = set(figures["first"])
     assert modes == {"staged", "zero_copy"}
-    assert set(figures["median"]) == modes | {"raw_stage", "raw_move", "raw_replay"}
+    assert set(figures["median"]) == modes | {
+        "raw_stage",
+        "raw_move",
+        "raw_move_live",
+        "raw_replay",
+    }
     assert set(figures["times_raw"]) == modes
     assert all(seconds > 0 for seconds in figures["median"].values())
     assert figures["path"]["staged"].startswith("nixl (pull over CMA")

@@ -141,11 +141,12 @@ def test_the_survivors_go_on(make_fleet: MakeFleet, way: Way, phase: str, how: s
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("turn", range(REPEATS), ids="turn{}".format)
 def test_the_survivors_go_on_each_time(
-    make_fleet: MakeFleet, way: Way, phase: str, how: str
+    make_fleet: MakeFleet, way: Way, phase: str, how: str, turn: int
 ) -> None:
-    for _ in range(REPEATS):
-        lose(make_fleet(way), phase, how, watched=5.0)
+    del turn  # only names the repetition
+    lose(make_fleet(way), phase, how, watched=5.0)
 
 
 def restarts_five_times(fleet: NixlFleet, versions: int) -> None:

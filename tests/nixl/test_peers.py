@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from nixl_transports import Transports, landing, offer, table_of
 
+from weightwire.contract import decode_message
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.session import process
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.discovery import frame, unframe
-from weightwire_nixl.wire import ReaderInfo, SenderInfo, decode, encode
+from weightwire_nixl.wire import ReaderInfo, SenderInfo, encode
 
 TABLE = table_of()
 DEAD = """
@@ -30,7 +31,7 @@ os._exit(0)
 
 def changed(carried: bytes, kind: type[SenderInfo | ReaderInfo], **fields: object) -> bytes:
     """What a rank says of itself, with some of it replaced."""
-    info = decode(unframe(carried, "a rank"), kind, "a rank")
+    info = decode_message(unframe(carried, "a rank"), kind, "a rank")
     return frame(encode(msgspec.structs.replace(info, **fields)))
 
 

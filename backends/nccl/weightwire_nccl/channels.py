@@ -16,14 +16,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from weightwire.contract import Policy, Seal
+from weightwire.contract import Policy, Seal, decode_message
 from weightwire.copying import raw_bytes
 from weightwire.errors import TableMismatch, TransferError
 from weightwire.layout import cut_out
 from weightwire.table import Region
 from weightwire_nccl.epoch import Epoch
 from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message
-from weightwire_nccl.records import HEADER_BYTES, Header, decode
+from weightwire_nccl.records import HEADER_BYTES, Header
 from weightwire_nccl.staging import Staging, unpack
 from weightwire_nccl.wire import Wire, Work
 
@@ -254,7 +254,7 @@ class Reader(_End):
                 "run one weightwire version on all sides"
             )
         sealed = payload[HEADER_BYTES : HEADER_BYTES + theirs.seal]
-        return decode(sealed, Seal, str(self.epoch.members[channel.owner]))
+        return decode_message(sealed, Seal, str(self.epoch.members[channel.owner]))
 
     def _receive(self, channel: Channel, message: Message, memory: Mapping[int, Tensor]) -> None:
         boxes = [

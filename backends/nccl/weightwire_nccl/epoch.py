@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import torch
 
+from weightwire.contract import decode_message
 from weightwire.deadline import Watch
 from weightwire.errors import (
     BackendUnavailable,
@@ -35,7 +36,7 @@ from weightwire.errors import (
 from weightwire_nccl.gloo import GlooWire
 from weightwire_nccl.meeting import Client
 from weightwire_nccl.nccl import NcclWire
-from weightwire_nccl.records import Hello, Member, Opening, decode, digest_of
+from weightwire_nccl.records import Hello, Member, Opening, digest_of
 from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 from weightwire_nccl.witness import Witness
 
@@ -272,7 +273,7 @@ class Epoch:
     def opening(self, key: str) -> Opening:
         """What the sender's rank 0 says of a version, once it has."""
         payload = self.until(lambda: self.client.peek(key), lambda: (0,))
-        return decode(payload, Opening, "sender rank 0")
+        return decode_message(payload, Opening, "sender rank 0")
 
     def enter(self, opening: Opening, me: Member) -> None:
         """Form the group that ``opening`` names, unless this is it.
@@ -325,7 +326,7 @@ class Epoch:
                     self._raise_cause()
                     return False
                 member = absent.pop(rank)
-                hello = decode(payload, Hello, str(member))
+                hello = decode_message(payload, Hello, str(member))
                 if hello != Hello(member, digest):
                     raise TableMismatch(
                         f"{member} came to the group as {hello.member}, or to another version: "

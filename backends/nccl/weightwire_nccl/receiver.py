@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, ReceiverTransport, Seal
+from weightwire.contract import Context, Offer, ReceiverTransport, Seal, decode_message
 from weightwire.errors import ConfigError, TableMismatch, TransferError
 from weightwire.table import Region, TensorTable
 from weightwire_nccl.channels import Channel, Reader, seal_bound, send_plan
@@ -19,7 +19,7 @@ from weightwire_nccl.epoch import Epoch, Job
 from weightwire_nccl.meeting import machine, own_address
 from weightwire_nccl.nccl import gpu_here
 from weightwire_nccl.pieces import ChannelPlan, ReadPlan, encode_regions, shards_by_owner
-from weightwire_nccl.records import PROTOCOL, Member, Opening, ReaderInfo, SenderInfo, decode
+from weightwire_nccl.records import PROTOCOL, Member, Opening, ReaderInfo, SenderInfo
 from weightwire_nccl.route import by_plan, owners_of, refuse_unlike, refuse_unreachable
 from weightwire_nccl.sender import describe_route, plan_digest
 from weightwire_nccl.staging import Staging
@@ -54,7 +54,7 @@ class NcclReceiver(ReceiverTransport):
 
     def check(self, offer: Offer) -> None:
         ranks = {f"sender rank {rank}": blob for rank, blob in enumerate(offer.senders)}
-        senders = {who: decode(blob, SenderInfo, who) for who, blob in ranks.items()}
+        senders = {who: decode_message(blob, SenderInfo, who) for who, blob in ranks.items()}
         me = f"receiver {self._context.member_id!r} rank {self._context.rank}"
         mine = self._info()
         refuse_unlike(mine, me, senders)
@@ -93,7 +93,7 @@ class NcclReceiver(ReceiverTransport):
         )
 
     def begin(self, offer: Offer) -> None:
-        first = decode(offer.senders[0], SenderInfo, "sender rank 0")
+        first = decode_message(offer.senders[0], SenderInfo, "sender rank 0")
         self._posted.clear()
         epoch = self._usable_epoch((first.host, first.port))
         job = epoch.submit(partial(self._open, epoch, offer, first.nonce))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +27,6 @@ __all__ = [
     "ReaderInfo",
     "SenderInfo",
     "Wait",
-    "decode",
     "digest_of",
 ]
 
@@ -36,7 +35,6 @@ PROTOCOL = 1
 Text = Annotated[str, Meta(max_length=256)]
 Digest = Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-T = TypeVar("T")
 
 
 class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -204,21 +202,6 @@ class Header:
                     mine, theirs = mine.hex(), theirs.hex()
                 return f"{field} {theirs} there, {mine} here"
         return ""
-
-
-def decode(payload: bytes, kind: type[T], who: str) -> T:
-    """A record from another process, validated.
-
-    Raises:
-        TransferError: it can't be read.
-    """
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TransferError(
-            f"what {who} says of itself can't be read ({error}): "
-            "run one weightwire version on all sides"
-        ) from error
 
 
 def digest_of(payload: bytes) -> str:

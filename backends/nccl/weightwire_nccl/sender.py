@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, Seal, SenderTransport
+from weightwire.contract import Context, Offer, Seal, SenderTransport, decode_message
 from weightwire.errors import ConfigError, TableMismatch, TransferError, WeightWireError
 from weightwire.table import TensorTable
 from weightwire_nccl.channels import Channel, Owner, receive_plan, seal_bound
@@ -25,7 +25,6 @@ from weightwire_nccl.records import (
     Opening,
     ReaderInfo,
     SenderInfo,
-    decode,
     digest_of,
 )
 from weightwire_nccl.route import (
@@ -302,10 +301,10 @@ def _members(
     """Everybody who takes part, in the order of their ranks in the group."""
     infos: dict[Member, SenderInfo | ReaderInfo] = {}
     for rank, blob in enumerate(offer.senders):
-        sender = decode(blob, SenderInfo, f"sender rank {rank}")
+        sender = decode_message(blob, SenderInfo, f"sender rank {rank}")
         infos[Member("sender", True, rank, sender.nonce, "")] = sender
     for receiver_id in sorted(readers):
         for rank, blob in enumerate(readers[receiver_id]):
-            reader = decode(blob, ReaderInfo, f"receiver {receiver_id!r} rank {rank}")
+            reader = decode_message(blob, ReaderInfo, f"receiver {receiver_id!r} rank {rank}")
             infos[Member(receiver_id, False, rank, reader.nonce, reader.plan)] = reader
     return infos

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from weightwire.contract import decode_message
 from weightwire.errors import WeightWireError
 from weightwire_nccl.meeting import Client
-from weightwire_nccl.records import Wait, decode
+from weightwire_nccl.records import Wait
 
 __all__ = ["Witness", "silent"]
 
@@ -87,7 +88,7 @@ class Witness:
             payload = self._client.peek(self._key(rank)) if rank != self._rank else None
             if payload is None:
                 continue
-            wait = decode(payload, Wait, f"member {rank}")
+            wait = decode_message(payload, Wait, f"member {rank}")
             seen, since = self._beats.get(rank, (-1, now))
             if wait.beat != seen:
                 since = now

@@ -6,8 +6,9 @@ turns, so that all of them meet the same machine:
 
 * ``staged``, ``zero_copy``: ``send`` until it is applied, by the trainer's clock;
 * ``raw_stage``, ``raw_replay``: one copy of the model into, or out of, a slot;
-* ``raw_move``: the same groups by prepared transfers, posted one after another, in
-  the direction that the backend chose.
+* ``raw_move``, ``raw_move_live``: the same groups by prepared transfers, posted one
+  after another, in the direction that the backend chose; from slot to slot, and from
+  where the tensors lie into a slot, as ``zero_copy`` does it.
 
 Then, once: signals and their answers; and, between two more processes that are
 confined to TCP (over shared memory the call makes the copy), what it costs to
@@ -160,10 +161,10 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
                 phases.setdefault(mode, {}).setdefault(name, {}).setdefault(phase, []).append(value)
         return seconds
 
-    def move() -> float:
+    def move(what: str) -> float:
         if "(push" in path["staged"]:
-            return side.raw.move()
-        return float(engine.ask("move"))
+            return float(side.serve(what, None))
+        return float(engine.ask(what))
 
     for number in range(1, repeats + 2):
         side.change()
@@ -172,7 +173,8 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
             for mode in side.handles
         }
         parts["raw_stage"] = side.raw.copy
-        parts["raw_move"] = move
+        parts["raw_move"] = lambda: move("move")
+        parts["raw_move_live"] = lambda: move("move_live")
         parts["raw_replay"] = lambda: float(engine.ask("copy"))
         names = list(parts)
         if number > 1:  # what comes after what changes caches: take turns
@@ -185,8 +187,11 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
                 samples.setdefault(name, []).append(seconds)
     samples = {name: samples[name] for name in first}
     median = {name: statistics.median(values) for name, values in samples.items()}
-    copies, moved = median["raw_stage"] + median["raw_replay"], median["raw_move"]
-    least = {"staged": moved + copies, "zero_copy": moved + median["raw_replay"]}
+    replay = median["raw_replay"]
+    least = {
+        "staged": median["raw_stage"] + median["raw_move"] + replay,
+        "zero_copy": median["raw_move_live"] + replay,
+    }
     return {
         "first": {name: first[name] for name in side.handles},
         "median": median,

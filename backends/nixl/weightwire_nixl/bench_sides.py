@@ -93,6 +93,7 @@ class Side:
             "meet": self._raw.meet,
             "copy": lambda _: self._raw.copy(),
             "move": lambda _: self._raw.move(),
+            "move_live": lambda _: self._raw.move_live(),
             "echo": lambda count: echo(self._raw.agent, self._raw.peer, count),
         }
         return commands[command](argument)
@@ -140,7 +141,8 @@ class Side:
 class _Raw:
     """The least that the same bytes cost: copies into and out of a slot, a prepared transfer.
 
-    The same groups as the backend has, through one slot on each side.
+    The same groups as the backend has, through one slot on each side; or, at the
+    trainer, out of the tensors where they lie.
     """
 
     def __init__(self, role: str, tensors: dict[str, Tensor], device: torch.device) -> None:
@@ -160,6 +162,10 @@ class _Raw:
         self.agent = Agent(f"raw-{role}")
         self._slots = Slots(self.agent, 1, max(nbytes for *_, nbytes in self._groups), device)
         self._transfers: list[Transfer] = []
+        self._live_transfers: list[Transfer] = []
+        if self._stages:
+            for name, tensor in tensors.items():
+                self.agent.register(tensor, f"tensor {name!r}")
         self.peer = ""
 
     def describe(self) -> dict[str, Any]:
@@ -169,26 +175,45 @@ class _Raw:
             "address": self._slots.address,
             "device_id": self._slots.device_id,
             "device": self._slots.device.type,
+            "tensors": [[t.data_ptr() for t in chosen] for chosen, *_ in self._groups],
         }
 
     def meet(self, other: dict[str, Any]) -> None:
         """Prepare the transfers with the other side: here a READ, at the trainer a WRITE."""
         self.peer = other["agent"]
         self.agent.add(self.peer, bytes.fromhex(other["metadata"]), "the other process")
+        for (chosen, places, nbytes), addresses in zip(self._groups, other["tensors"], strict=True):
+            begins = [place.begin for place in places]
+            lengths = [place.nbytes for place in places]
+            self._transfers.append(self._prepare(other, [0], [0], [nbytes]))
+            if self._stages:
+                live = [t.data_ptr() - self._slots.address for t in chosen]
+                self._live_transfers.append(self._prepare(other, live, begins, lengths))
+            else:
+                live = [address - other["address"] for address in addresses]
+                self._live_transfers.append(self._prepare(other, begins, live, lengths))
+
+    def _prepare(
+        self, other: dict[str, Any], ours: list[int], theirs: list[int], lengths: list[int]
+    ) -> Transfer:
+        """A transfer of pieces; where they begin counts from each side's slot."""
+        here = [
+            [self._slots.address + begin, nbytes, self._slots.device_id]
+            for begin, nbytes in zip(ours, lengths, strict=True)
+        ]
+        there = [
+            [other["address"] + begin, nbytes, other["device_id"]]
+            for begin, nbytes in zip(theirs, lengths, strict=True)
+        ]
         operation: Operation = "WRITE" if self._stages else "READ"
-        for *_, nbytes in self._groups:
-            ours = [[self._slots.address, nbytes, self._slots.device_id]]
-            theirs = [[other["address"], nbytes, other["device_id"]]]
-            self._transfers.append(
-                self.agent.prepare(
-                    operation,
-                    self.peer,
-                    np.array(ours, dtype=np.uint64),
-                    np.array(theirs, dtype=np.uint64),
-                    devices=(self._slots.device.type, other["device"]),
-                    who="the other process",
-                )
-            )
+        return self.agent.prepare(
+            operation,
+            self.peer,
+            np.array(here, dtype=np.uint64),
+            np.array(there, dtype=np.uint64),
+            devices=(self._slots.device.type, other["device"]),
+            who="the other process",
+        )
 
     def copy(self) -> float:
         """Seconds to stage the model (trainer), or to write it (engine), group by group."""
@@ -206,14 +231,22 @@ class _Raw:
         return time.perf_counter() - began
 
     def move(self) -> float:
-        """Seconds to move the bytes, group by group."""
-        began = time.perf_counter()
-        for transfer in self._transfers:
-            finish(transfer)
-        return time.perf_counter() - began
+        """Seconds to move the bytes from slot to slot, group by group."""
+        return _move(self._transfers)
+
+    def move_live(self) -> float:
+        """Seconds to move the bytes from the trainer's tensors into a slot, group by group."""
+        return _move(self._live_transfers)
 
     def close(self) -> None:
         self.agent.close()
+
+
+def _move(transfers: Sequence[Transfer]) -> float:
+    began = time.perf_counter()
+    for transfer in transfers:
+        finish(transfer)
+    return time.perf_counter() - began
 
 
 def finish(transfer: Transfer) -> float:

@@ -10,28 +10,26 @@ from weightwire.errors import ConfigError, PeerLost
 from weightwire.session import process
 from weightwire_nixl.wire import ReaderInfo, SenderInfo
 
-__all__ = ["check_alike", "soon"]
+__all__ = ["check_alike", "naps"]
 
-_LOOKS = 40
-_PAUSE = 0.0001
+_LEAST_PAUSE = 0.0001
+_SHARE = 50
 
 
-def soon(condition: Callable[[], bool]) -> Callable[[], bool]:
-    """``condition``, looked at for some milliseconds on end.
+def naps() -> Callable[[float], None]:
+    """How ``Watch.until`` rests between two looks while bytes move: its ``rest``.
 
-    ``Watch.until`` pauses up to 20 ms between two looks, which is longer than a
-    group takes; this notices what happens within tenths of a millisecond, and still
-    sleeps between two looks, because the peer may need the core.
+    Pauses are a fiftieth of the wait so far: what takes milliseconds is noticed within
+    tenths of one, and a long wait costs next to nothing.  It always sleeps, because the
+    peer may need the core.
     """
+    began = time.monotonic()
 
-    def looked() -> bool:
-        for _ in range(_LOOKS):
-            if condition():
-                return True
-            time.sleep(_PAUSE)
-        return False
+    def rest(most: float) -> None:
+        waited = time.monotonic() - began
+        time.sleep(min(most, max(_LEAST_PAUSE, waited / _SHARE)))
 
-    return looked
+    return rest
 
 
 def check_alike(

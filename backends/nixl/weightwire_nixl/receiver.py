@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
+from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal, decode_message
 from weightwire.errors import PeerLost, TransferError, WeightWireError
 from weightwire.session import process
 from weightwire.table import Region, TensorTable
@@ -20,8 +20,8 @@ from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.fabric import choose_fabric
-from weightwire_nixl.owner import Owner
-from weightwire_nixl.peers import check_alike, soon
+from weightwire_nixl.owner import PIECES, Owner
+from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.progress import Progress
 from weightwire_nixl.pull import Pull
 from weightwire_nixl.push import Push
@@ -38,7 +38,6 @@ from weightwire_nixl.wire import (
     ReaderInfo,
     SenderInfo,
     Written,
-    decode,
     encode,
     read_message,
     readable,
@@ -62,6 +61,8 @@ class NixlReceiver(ReceiverTransport):
         self._config = config
         self._device = numbered(context.device)
         self._fabric = choose_fabric(self._device)
+        if describe_endpoint(self._device).cma and self._device.type == "cpu":
+            self._fabric = self._fabric.with_copiers(config.copy_threads)
         self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1
         self.counters = Counters()
@@ -158,7 +159,9 @@ class NixlReceiver(ReceiverTransport):
 
     def _meet(self, agent: Agent, rank: int, carried: bytes) -> Owner:
         who = f"sender rank {rank}"
-        info = decode(self._discovery.get("sender", "sender", rank, carried), SenderInfo, who)
+        info = decode_message(
+            self._discovery.get("sender", "sender", rank, carried), SenderInfo, who
+        )
         known = self._owners.get(rank)
         if known is not None and known.info == info and not known.broken:
             return known
@@ -183,7 +186,8 @@ class NixlReceiver(ReceiverTransport):
         if known is not None:
             self._drop(known)
         agent.add(info.agent, info.metadata, who)
-        owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route)
+        pieces = PIECES * self._fabric.copy_threads if route.path == "CMA" else 0
+        owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route, pieces)
         if known is not None and known.info.agent == info.agent:
             owner.learn(known.heard)  # NIXL has dropped it, and it isn't told twice
         self._owners[rank] = owner
@@ -250,13 +254,14 @@ class NixlReceiver(ReceiverTransport):
             self.post(group, regions)
             flight = self._flights[group]
         self._context.watch.until(
-            soon(lambda: self._landed(flight)),
+            lambda: self._landed(flight),
             f"announcement or bytes of group {group}",
             lambda: [part.owner.who for part in flight.parts if not part.landed],
+            rest=naps(),
         )
         with self._moving:
             del self._flights[group]
-        return [decode(part.seal, Seal, part.owner.who) for part in flight.parts]
+        return [decode_message(part.seal, Seal, part.owner.who) for part in flight.parts]
 
     def _landed(self, flight: _Flight) -> bool:
         if self._progress is None:

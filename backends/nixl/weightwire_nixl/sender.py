@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport
+from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport, decode_message
 from weightwire.errors import PeerLost, TransferError, WeightWireError
 from weightwire.layout import slot_layout
 from weightwire.session import process
@@ -23,7 +23,7 @@ from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.live import LiveGroup, LiveLayout, LiveMemory
-from weightwire_nixl.peers import check_alike, soon
+from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.pool import Slot, SlotPool
 from weightwire_nixl.reader import Reader
 from weightwire_nixl.route import choose, describe_endpoint
@@ -41,7 +41,6 @@ from weightwire_nixl.wire import (
     PlanPart,
     ReaderInfo,
     SenderInfo,
-    decode,
     encode,
     read_message,
     readable,
@@ -158,7 +157,7 @@ class NixlSender(SenderTransport):
     def _meet(self, receiver_id: str, rank: int, carried: bytes) -> Reader:
         who = f"receiver {receiver_id!r} rank {rank}"
         payload = self._discovery.get("receiver", receiver_id, rank, carried)
-        info = decode(payload, ReaderInfo, who)
+        info = decode_message(payload, ReaderInfo, who)
         check_alike(self._context, self._opened()[1], info, who)
         reader = self._known.get(info.agent)
         if reader is None:
@@ -336,9 +335,10 @@ class NixlSender(SenderTransport):
         if not missing():
             return
         self._context.watch.until(
-            soon(lambda: not missing()),
+            lambda: not missing(),
             f"credit for group {slot.group}",
             lambda: [reader.who for reader in missing()],
+            rest=naps(),
         )
 
     def _replace(self, slot: Slot) -> Slot:

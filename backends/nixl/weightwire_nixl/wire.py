@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -28,7 +28,6 @@ __all__ = [
     "ReaderInfo",
     "SenderInfo",
     "Written",
-    "decode",
     "encode",
     "read_message",
     "readable",
@@ -43,8 +42,6 @@ _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 _Metadata = Annotated[bytes, Meta(max_length=1 << 26)]
 _Seal = Annotated[bytes, Meta(max_length=1 << 26)]
-
-T = TypeVar("T")
 
 
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -241,18 +238,3 @@ def readable(payload: bytes) -> Message | None:
     with contextlib.suppress(msgspec.DecodeError, RecursionError):
         return _messages.decode(payload)
     return None
-
-
-def decode(payload: bytes, kind: type[T], who: str) -> T:
-    """Metadata that came through discovery.
-
-    Raises:
-        TransferError: it can't be read; names ``who``.
-    """
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TransferError(
-            f"{who} describes itself in a way that can't be read ({error}): "
-            "run one weightwire version on both sides"
-        ) from error

@@ -9,13 +9,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
+from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal, decode_message
 from weightwire.cuts import Cuts
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.layout import ALIGNMENT, SlotLayout, intersection, slot_layout, views
 from weightwire.memory.config import MemoryConfig
 from weightwire.memory.segment import PAGE, Segment, default_directory, remove_orphans, segment_name
-from weightwire.memory.wire import ReaderInfo, SenderInfo, decode, session_path
+from weightwire.memory.wire import ReaderInfo, SenderInfo, session_path
 from weightwire.table import Region, TensorTable
 
 __all__ = ["MemoryReceiver"]
@@ -69,7 +69,7 @@ class MemoryReceiver(ReceiverTransport):
         self._own().give_up(None)
         owners = {}
         for owner in self._reads:
-            info = decode(offer.senders[owner], SenderInfo, f"sender rank {owner}")
+            info = decode_message(offer.senders[owner], SenderInfo, f"sender rank {owner}")
             known = self._owners.get(owner)
             if known is not None and known[1] == info:
                 owners[owner] = known
@@ -149,7 +149,7 @@ class MemoryReceiver(ReceiverTransport):
                 f"sender rank {owner} reused the slot of group {group} while it was read: "
                 "this receiver was stopped for longer than its lease; receive the next version"
             )
-        seal = decode(sealed, Seal, f"sender rank {owner}")
+        seal = decode_message(sealed, Seal, f"sender rank {owner}")
         self._own().words[PAGE // 8 + owner] = generation
         return seal
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import Tensor
 
-from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport
+from weightwire.contract import Context, Offer, Policy, Seal, SenderTransport, decode_message
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.layout import slot_layout
 from weightwire.memory.config import MemoryConfig
@@ -18,7 +18,7 @@ from weightwire.memory.segment import (
     remove_orphans,
     segment_name,
 )
-from weightwire.memory.wire import ReaderInfo, SenderInfo, decode, session_path
+from weightwire.memory.wire import ReaderInfo, SenderInfo, session_path
 from weightwire.table import TensorTable
 
 __all__ = ["MemorySender"]
@@ -96,7 +96,7 @@ class MemorySender(SenderTransport):
         for receiver_id, ranks in readers.items():
             for rank, payload in enumerate(ranks):
                 name = f"receiver {receiver_id!r} rank {rank}"
-                info = decode(payload, ReaderInfo, name)
+                info = decode_message(payload, ReaderInfo, name)
                 groups = frozenset(info.reads.get(self._context.rank, ()))
                 if groups:
                     if info.nbytes < PAGE + 8 * self._context.world_size:

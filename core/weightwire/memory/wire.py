@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from weightwire.errors import TransferError
 
-__all__ = ["ReaderInfo", "SenderInfo", "decode", "session_path"]
+__all__ = ["ReaderInfo", "SenderInfo", "session_path"]
 
 _Name = Annotated[str, Meta(max_length=4096)]
 _Size = Annotated[int, Meta(ge=0, le=1 << 50)]
-
-T = TypeVar("T")
 
 
 class SenderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,13 +52,3 @@ def session_path(path: str, session_id: str, who: str) -> Path:
             "run one weightwire version on both sides"
         )
     return named
-
-
-def decode(payload: bytes, kind: type[T], who: str) -> T:
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TransferError(
-            f"{who} describes its shared memory in a way that can't be read ({error}): "
-            "run one weightwire version on both sides"
-        ) from error
