@@ -77,12 +77,16 @@ def qwen3_8b(layers: int = 36) -> Shapes:
     return around(found, 4096)
 
 
-def qwen3_30b_a3b(layers: int = 48) -> Shapes:
+def qwen3_30b_a3b(layers: int = 48, *, fused: bool = True) -> Shapes:
+    """As transformers holds it, a layer's experts in two tensors; or as its checkpoint has it."""
     found: Shapes = {}
     for i in range(layers):
         found |= attention(f"model.layers.{i}", 2048, 32, 4, 128)
         found[f"model.layers.{i}.mlp.gate.weight"] = (128, 2048)
-        for expert in range(128):
+        if fused:
+            found[f"model.layers.{i}.mlp.experts.gate_up_proj"] = (128, 2 * 768, 2048)
+            found[f"model.layers.{i}.mlp.experts.down_proj"] = (128, 2048, 768)
+        for expert in range(0 if fused else 128):
             found |= mlp(f"model.layers.{i}.mlp.experts.{expert}", 2048, 768)
     return around(found, 2048)
 
@@ -90,6 +94,7 @@ def qwen3_30b_a3b(layers: int = 48) -> Shapes:
 MODELS: dict[str, Callable[[], Shapes]] = {
     "qwen3-8b": qwen3_8b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
+    "qwen3-30b-a3b-checkpoint": lambda: qwen3_30b_a3b(fused=False),
     "tiny": lambda: around(mlp("model.layers.0.mlp", 1024, 2048), 1024, 1000),
 }
 
@@ -200,7 +205,7 @@ class Role:
 
 
 class Trainer(Role):
-    def open(self) -> None:
+    def open(self) -> str:
         dtype = torch.float32 if self.setup["master"] else torch.bfloat16
         self.state = State(MODELS[self.setup["model"]](), dtype, self.device)
         self.sender = weightwire.open_sender(
@@ -213,6 +218,7 @@ class Trainer(Role):
             verify=self.setup["verify"],
             timeout=TIMEOUT,
         )
+        return self.sender.session_url
 
     def change(self, seed: int) -> int:
         self.state.change(seed)
@@ -232,11 +238,11 @@ class Trainer(Role):
 
 
 class Engine(Role):
-    def open(self) -> None:
+    def open(self, session: str) -> None:
         self.state = State(MODELS[self.setup["model"]](), torch.bfloat16, self.device)
         self.receiver = weightwire.open_receiver(
             self.setup["backend"],
-            session=self.setup["session"],
+            session=session,
             target=self.state.tensors,
             receiver_id="engine",
             overlap=self.setup["overlap"],
@@ -431,18 +437,13 @@ def attempt(found: dict[str, Any], name: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------- versions
 
 
-def versions(devices: list[str], work: Path, case: dict[str, Any], repeats: int) -> dict[str, Any]:
+def versions(devices: list[str], case: dict[str, Any], repeats: int) -> dict[str, Any]:
     """One configuration: a first version, one to warm up, and ``repeats`` that count."""
-    work.mkdir()
-    port_free = case.pop("session", "file")
-    session = f"file://{work}/session" if port_free == "file" else port_free
-    setup = {"session": session, **case}
+    setup = {"session": "tcp://127.0.0.1:0/two-gpus", **case}
     sends: list[dict[str, Any]] = []
     receives: list[dict[str, Any]] = []
     with pair(devices, ("trainer", "engine"), setup) as (trainer, engine):
-        trainer.start("open")
-        trainer.answer()
-        engine.ask("open")
+        engine.ask("open", session=trainer.ask("open"))
         for version in range(1, repeats + 3):
             wanted = trainer.ask("change", seed=version)
             engine.start("receive")
@@ -487,6 +488,8 @@ def cases(backends: list[str], models: list[str], group_bytes: int) -> Iterator[
                 backend = {"backend": name}
                 yield {**base, "model": model, "backend": backend}
                 yield {**base, "model": model, "backend": backend, "overlap": True}
+                live = {"backend": name, "zero_copy": True}
+                yield {**base, "model": model, "backend": live, "overlap": True}
             if model == "qwen3-8b":
                 yield {**base, "model": model, "backend": backend, "overlap": True, "master": True}
 
@@ -550,12 +553,10 @@ def main() -> None:
         result["ceilings"] = ceilings(devices, nbytes, options.repeats, work)
         keep()
         models = options.models.split(",")
-        for number, case in enumerate(
-            cases(options.backends.split(","), models, options.group_bytes)
-        ):
+        for case in cases(options.backends.split(","), models, options.group_bytes):
             kept = dict(case)
             with attempt(kept, "failed"):
-                kept = versions(devices, work / str(number), dict(case), options.repeats)
+                kept = versions(devices, dict(case), options.repeats)
             if "failed" in kept:
                 kept["error"] = kept.pop("failed")["error"]
             result["versions"].append(kept)

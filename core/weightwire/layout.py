@@ -38,6 +38,7 @@ __all__ = [
     "intersection",
     "lay_out",
     "owners_of",
+    "places_in",
     "runs",
     "slot_layout",
     "views",
@@ -173,6 +174,29 @@ def cut_out(
             for at, size, begin in zip(offsets, sizes, origin, strict=True)
         )
     ]
+
+
+def places_in(slot: Tensor, places: Sequence[Place]) -> list[Tensor]:
+    """``place.view(slot)`` of each, by one operation.
+
+    Args:
+        places: none in blocks of columns.
+    """
+    found = []
+    typed: dict[torch.dtype, Tensor] = {}
+    for place in places:
+        if place.begin + place.nbytes > slot.numel():
+            raise UnsupportedOperation(
+                f"a slot of {slot.numel()} bytes is too small for a tensor that ends at byte "
+                f"{place.begin + place.nbytes}: a transport gives what it is asked for"
+            )
+        whole = typed.get(place.dtype)
+        if whole is None:
+            size = place.dtype.itemsize
+            whole = typed[place.dtype] = slot[: slot.numel() // size * size].view(place.dtype)
+        at = whole.storage_offset() + place.begin // place.dtype.itemsize
+        found.append(whole.as_strided(place.shape, _strides(place.shape, 1), at))
+    return found
 
 
 def lay_out(parts: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[list[Place], int]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from weightwire.contract import Capabilities, Seal, SenderTransport
 from weightwire.deadline import Watch
-from weightwire.digest import Verify, box_digests, tensor_key
+from weightwire.digest import Digester, Verify, tensor_key
 from weightwire.errors import PluginError, TableMismatch
 from weightwire.exchange import Exchange, ExchangePlan, Piece
-from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
+from weightwire.layout import Place, SlotLayout, cut_out, lay_out, places_in, slot_layout
 from weightwire.materialise import CheckpointTensors
 from weightwire.report import Phases
 from weightwire.staging import Scratch, Stager
@@ -56,7 +56,7 @@ class SendPlan:
                 pieces = ()
             self._groups.append((group, layout, pieces))
         self._rank = rank
-        self._keys = [tensor_key(entry.name) for entry in table.tensors]
+        self._digesters: dict[int, tuple[list[int], Digester]] = {}
         self.nbytes = sum(
             place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
         )
@@ -109,7 +109,7 @@ class SendPlan:
             if not layout.places:
                 continue  # this rank only gave its shards to others
             with phases.timed("verify"):
-                digests = self._digests(layout, staged, verify, version)
+                digests = self._digests(group, layout, staged, verify, version)
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests, self._rank))
             total = (total + sum(digests.values())) & _MASK
@@ -156,12 +156,19 @@ class SendPlan:
         sources: list[Tensor] = []
         for device, values in copies.items():
             places, memory = self._memory(layout, list(values), slot, device)
+            plain = [i for i in values if not places[i].borders]
+            views = places_in(memory, [places[i] for i in plain])
+            in_rows = dict(zip(plain, views, strict=True))
             for i, value in values.items():
-                staged[i] = _as_staged(places[i], memory)
-                if value is not None:
-                    for to, source in _tiles(places[i], memory, value):
-                        destinations.append(to)
-                        sources.append(source)
+                place = places[i]
+                staged[i] = in_rows[i] if i in in_rows else place.flat(memory)
+                if value is None:
+                    continue
+                for to, source in (
+                    _tiles(place, memory, value) if place.borders else [(staged[i], value)]
+                ):
+                    destinations.append(to)
+                    sources.append(source)
         if destinations:
             self._stager.copy(destinations, sources)
         return staged
@@ -222,31 +229,41 @@ class SendPlan:
         return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
 
     def _digests(
-        self, layout: SlotLayout, staged: Mapping[int, Tensor], verify: Verify, version: int
+        self,
+        group: int,
+        layout: SlotLayout,
+        staged: Mapping[int, Tensor],
+        verify: Verify,
+        version: int,
     ) -> dict[int, int]:
         if verify == "off":
             return {}
-        located: list[tuple[int, Tensor, tuple[int, ...]]] = []
-        for i, tensor in staged.items():
-            place, offsets = layout.places[i], layout.shards[i].offsets
-            if not place.borders:
-                located.append((i, tensor, offsets))
-                continue
-            flat = tensor.view(torch.uint8)  # only this place of the slot
-            for column, tile in replace(place, begin=0).tile_views(flat):
-                located.append((i, tile, (*offsets[:-1], offsets[-1] + column)))
-        found = box_digests(
-            [box for _, box, _ in located],
-            [self._keys[i] for i, _, _ in located],
-            [self.table.tensors[i].shape for i, _, _ in located],
-            [offsets for _, _, offsets in located],
-            verify,
-            version,
-        )
-        digests = dict.fromkeys(staged, 0)
-        for (i, _, _), value in zip(located, found, strict=True):
+        if group not in self._digesters:
+            self._digesters[group] = self._digester(layout)
+        boxes: list[Tensor] = []
+        for i, place in layout.places.items():
+            if place.borders:  # only this place of the slot
+                flat = staged[i].view(torch.uint8)
+                boxes += [tile for _, tile in replace(place, begin=0).tile_views(flat)]
+            else:
+                boxes.append(staged[i])
+        owners, digester = self._digesters[group]
+        digests = dict.fromkeys(layout.places, 0)
+        for i, value in zip(owners, digester.digests(boxes, verify, version), strict=True):
             digests[i] = (digests[i] + value) & _MASK
         return digests
+
+    def _digester(self, layout: SlotLayout) -> tuple[list[int], Digester]:
+        """For a group's boxes, by tensor and block of columns; and the tensor of each."""
+        owners, offsets = [], []
+        for i, place in layout.places.items():
+            first = layout.shards[i].offsets
+            for tile in place.tiles():
+                owners.append(i)
+                offsets.append((*first[:-1], first[-1] + tile.column) if first else ())
+        entries = [self.table.tensors[i] for i in owners]
+        keys = [tensor_key(entry.name) for entry in entries]
+        return owners, Digester(keys, [entry.shape for entry in entries], offsets)
 
     def release(self) -> None:
         """Give the staging memory back."""

@@ -11,14 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightwire.digest import (
-    SAMPLES,
-    _gather_on_device,
-    box_digest,
-    sample_digests,
-    sample_places,
-    tensor_key,
-)
+from weightwire.digest import SAMPLES, Digester, box_digest, tensor_key
+from weightwire.sampling import _OnGpu, _OnHost, _padded, sample_places
 from weightwire.table import DTYPES
 
 MASK = (1 << 64) - 1
@@ -56,6 +50,12 @@ def digest(tensor, shape=None, offsets=None, *, key=None, verify="full", version
         verify=verify,
         version=version,
     )
+
+
+def sample_digests(tensors, keys, version) -> list[int]:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    origins = [(0,) * len(shape) for shape in shapes]
+    return Digester(keys, shapes, origins).digests(tensors, "sample", version)
 
 
 def random_tensor(shape: tuple[int, ...], name: str, seed: int) -> torch.Tensor:
@@ -215,21 +215,63 @@ def test_samples_of_many_tensors_together_are_those_of_each(parts, version):
     ]
 
 
-def test_what_is_gathered_on_a_device_is_what_is_gathered_here():
-    """The way of GPUs, which needs none to be right: one gather for a storage's tensors."""
-    slot = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)
-    parts = [
-        slot[64:4160].view(torch.int16),
-        slot[4160:20544].view(torch.int64),
-        slot[20544:].view(torch.int16)[3:5000],
-        torch.arange(300, dtype=torch.int32)[7:],
+@FAST
+@given(st.lists(st.tuples(shapes, dtypes, seeds, st.data()), min_size=1, max_size=6))
+def test_boxes_together_here_and_on_a_device_give_what_each_gives_alone(parts):
+    """The way of GPUs, which needs none to be right: one gather for all of an element size."""
+    version = 5
+    by_width: dict[int, list[tuple]] = {}
+    for number, (shape, dtype, seed, data) in enumerate(parts):
+        whole = random_tensor(shape, dtype, seed)
+        spans = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+        box = whole[tuple(slice(a, b) for a, b in spans)].contiguous() if shape else whole
+        offsets = tuple(a for a, _ in spans)
+        if box.numel():
+            row = (box, tensor_key(f"w{number}"), shape, offsets)
+            by_width.setdefault(box.element_size(), []).append(row)
+    for width, rows in by_width.items():
+        boxes, keys, wholes, offsets = map(list, zip(*rows, strict=True))
+        expected = [
+            box_digest(b, key=k, shape=s, offsets=o, verify="sample", version=version)
+            for b, k, s, o in rows
+        ]
+        assert Digester(keys, wholes, offsets).digests(boxes, "sample", version) == expected
+        for form in (_OnHost, _OnGpu):
+            part = form(
+                list(range(len(rows))),
+                width,
+                torch.device("cpu"),
+                np.array([box.data_ptr() for box in boxes], np.int64),
+                np.array(keys, np.int64),
+                _padded(wholes, 1),
+                _padded(offsets, 0),
+                _padded([tuple(box.shape) for box in boxes], 1),
+            )
+            assert part.sums(version).tolist() == expected
+
+
+def test_large_tensors_give_the_same_on_a_device():
+    tensors = [random_tensor((1000, 77 + i), "bfloat16", i) for i in range(3)]
+    keys = [tensor_key(f"w{i}") for i in range(3)]
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    shapes = _padded([tuple(tensor.shape) for tensor in tensors], 1)
+    part = _OnGpu([0, 1, 2], 2, torch.device("cpu"), addresses, np.array(keys), shapes, None, None)
+    for version in (1, 1 << 40):
+        assert part.sums(version).tolist() == sample_digests(tensors, keys, version)
+
+
+def test_a_digester_follows_its_boxes_to_other_memory():
+    digester = Digester([tensor_key("w")], [(40, 40)], [(0, 0)])
+    for seed in range(4):
+        tensor = random_tensor((40, 40), "float32", seed)
+        assert digester.digests([tensor], "sample", 1) == [digest(tensor, verify="sample")]
+    kept = tensor
+    kept[3:] += 1
+    assert digester.digests([kept], "sample", 1) == [digest(kept, verify="sample")]
+    narrow = tensor[:20].contiguous()
+    assert digester.digests([narrow], "sample", 1) == [
+        digest(narrow, (40, 40), (0, 0), verify="sample")
     ]
-    generator = np.random.default_rng(0)
-    places = [generator.permutation(part.numel())[:200] for part in parts]
-    expected = np.concatenate(
-        [part.numpy()[at].astype(np.int64) for part, at in zip(parts, places, strict=True)]
-    )
-    assert (_gather_on_device(parts, places).view(np.int64) == expected).all()
 
 
 def test_many_small_tensors_of_all_widths_are_digested_as_each_alone():
