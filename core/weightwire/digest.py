@@ -23,10 +23,11 @@ from torch import Tensor
 
 from weightwire.copying import INTEGERS
 from weightwire.mixing import MASK, mix
-from weightwire.sampling import SAMPLES, Sampler, sample_places
+from weightwire.sampling import SAMPLES, Box, Sampler, sample_places
 
 __all__ = [
     "SAMPLES",
+    "Box",
     "Digester",
     "Verify",
     "box_digest",
@@ -37,6 +38,7 @@ __all__ = [
 Verify = Literal["off", "sample", "full"]
 
 _CHUNK = 1 << 16  # elements whose intermediate values stay in a core's cache
+_GPU_CHUNK = 1 << 24
 
 
 @functools.lru_cache(maxsize=1 << 17)
@@ -90,56 +92,43 @@ class Digester:
     """Digests of the same boxes, for one version after another.
 
     Args:
-        keys, shapes, offsets: by box, as ``box_digest`` takes them.
+        groups: the boxes that are digested together.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-        offsets: Sequence[tuple[int, ...]],
-    ) -> None:
-        self._keys, self._shapes, self._offsets = list(keys), list(shapes), list(offsets)
-        self._devices: list[torch.device] = []
-        self._samplers: list[tuple[list[int], Sampler]] = []
+    def __init__(self, groups: Sequence[Sequence[Box]]) -> None:
+        self._groups = groups
+        self._sampler = Sampler(groups)
 
-    def digests(self, boxes: Sequence[Tensor], verify: Verify, version: int) -> list[int]:
-        """Of these boxes; sampled ones of one device together.
+    def digests(
+        self, group: int, boxes: Sequence[Tensor], verify: Verify, version: int
+    ) -> list[int]:
+        """Of a group's boxes.
 
         Args:
-            boxes: contiguous; of the shapes and dtypes that this object has seen before,
-                it has prepared what it can.
+            boxes: as they were described, on any devices; contiguous, unless they are sampled.
         """
-        if verify == "sample":
-            return self._sampled(boxes, version)
-        places = zip(boxes, self._keys, self._shapes, self._offsets, strict=True)
-        return [
-            box_digest(box, key=key, shape=shape, offsets=at, verify=verify, version=version)
-            for box, key, shape, at in places
-        ]
-
-    def _sampled(self, boxes: Sequence[Tensor], version: int) -> list[int]:
-        devices = [box.device for box in boxes]
-        if devices != self._devices:
-            together: dict[torch.device, list[int]] = {}
-            for i, device in enumerate(devices):
-                together.setdefault(device, []).append(i)
-            self._samplers = [
-                (
-                    chosen,
-                    Sampler(
-                        [self._keys[i] for i in chosen],
-                        [self._shapes[i] for i in chosen],
-                        [self._offsets[i] for i in chosen],
-                    ),
+        if verify != "sample":
+            described = zip(boxes, self._groups[group], strict=True)
+            return [
+                box_digest(
+                    box,
+                    key=of.key,
+                    shape=of.shape,
+                    offsets=of.offsets,
+                    verify=verify,
+                    version=version,
                 )
-                for chosen in together.values()
+                for box, of in described
             ]
-            self._devices = devices
-        digests = [0] * len(boxes)
-        for chosen, sampler in self._samplers:
-            some = boxes if len(chosen) == len(boxes) else [boxes[i] for i in chosen]
-            for i, value in zip(chosen, sampler.digests(some, version), strict=True):
+        devices = {box.device for box in boxes}
+        if len(devices) < 2:
+            return self._sampler.digests(group, boxes, version)
+        digests = [0] * len(boxes)  # a rank that offloads a part of its tensors
+        for device in devices:
+            chosen = [i for i, box in enumerate(boxes) if box.device == device]
+            sampler = Sampler([[self._groups[group][i] for i in chosen]])
+            found = sampler.digests(0, [boxes[i] for i in chosen], version)
+            for i, value in zip(chosen, found, strict=True):
                 digests[i] = value
         return digests
 
@@ -150,8 +139,9 @@ def _full(
     place: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None,
 ) -> int:
     total = 0
-    for begin in range(0, flat.numel(), _CHUNK):
-        bits = flat[begin : begin + _CHUNK].to(torch.int64)
+    chunk = _CHUNK if flat.device.type == "cpu" else _GPU_CHUNK
+    for begin in range(0, flat.numel(), chunk):
+        bits = flat[begin : begin + chunk].to(torch.int64)
         index = torch.arange(begin, begin + bits.numel(), dtype=torch.int64, device=flat.device)
         if place is not None:
             index = _to_global(index, *place)

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Meta
 from torch import Tensor
 
-from weightwire.digest import Digester, tensor_key
+from weightwire.digest import Box, Digester, tensor_key
 
 __all__ = ["Fingerprint", "Fingerprinter", "combine_fingerprints", "fingerprint_of"]
 
@@ -43,7 +43,7 @@ class Fingerprinter:
     def __init__(self) -> None:
         self._shown: list[tuple[object, ...]] = []
         self._layout = ""
-        self._digester = Digester((), (), ())
+        self._digester = Digester([])
 
     def of(self, tensors: Mapping[str, Tensor], version: int) -> Fingerprint:
         """``SAMPLES`` places of each tensor, others for each version.
@@ -52,21 +52,18 @@ class Fingerprinter:
             tensors: by name; of any shape, dtype and strides; read where they lie.
         """
         names = sorted(tensors)
-        held = [tensors[name].detach() for name in names]
+        held = [tensors[name] for name in names]
         shown: list[tuple[object, ...]] = [
             (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.device.type)
             for name, tensor in zip(names, held, strict=True)
         ]
-        boxes = [tensor if tensor.is_contiguous() else _in_order(tensor) for tensor in held]
         if shown != self._shown:
             layout = _hash()
             layout.update(msgspec.json.encode(shown))
             self._layout = layout.hexdigest()
-            shapes = [tuple(box.shape) for box in boxes]
-            origins = [(0,) * len(shape) for shape in shapes]
-            self._digester = Digester([tensor_key(name) for name in names], shapes, origins)
+            self._digester = Digester([[_box(name, tensors[name]) for name in names]])
             self._shown = shown
-        digests = self._digester.digests(boxes, "sample", version)
+        digests = self._digester.digests(0, held, "sample", version)
         bits = _hash()
         bits.update(np.array(digests, "<u8").tobytes())
         return Fingerprint(self._layout, bits.hexdigest())
@@ -92,11 +89,8 @@ def _hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=8)
 
 
-def _in_order(tensor: Tensor) -> Tensor:
-    """A tensor that isn't contiguous: in memory order where it is dense, else a copy.
-
-    Two replicas of one layout have the same strides, so that the order doesn't matter.
-    """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
-    return dense if dense.is_contiguous() else tensor.contiguous()
+def _box(name: str, tensor: Tensor) -> Box:
+    shape = tuple(tensor.shape)
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    origin = (0,) * len(shape)
+    return Box(tensor_key(name), shape, origin, shape, tensor.element_size(), strides)

@@ -16,7 +16,6 @@ __all__ = [
     "MIX",
     "U64",
     "mix",
-    "mix_arrays",
     "scramble",
     "scramble_array",
     "shift",
@@ -50,14 +49,6 @@ def mix(index: Tensor, bits: Tensor, key: Tensor | int, *, wide: bool) -> Tensor
     if wide:
         bits = scramble(bits)
     return (bits + 1) * weight.bitwise_or_(1)
-
-
-def mix_arrays(index: U64, bits: U64, key: U64, wide: NDArray[np.bool_] | bool) -> U64:
-    """``mix`` of arrays; ``wide`` by element, or for all of them."""
-    if np.any(wide):
-        bits = np.where(wide, scramble_array(bits), bits)
-    weight = scramble_array(index * u64(GAMMA) + key) | u64(1)
-    return (bits + u64(1)) * weight
 
 
 def scramble(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from weightwire.contract import Capabilities, ReceiverTransport, Seal
 from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
-from weightwire.digest import Digester, Verify, tensor_key
+from weightwire.digest import Box, Digester, Verify, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
 from weightwire.layout import lay_out, places_in
 from weightwire.parts import Fetched, PartDigests
@@ -80,19 +80,21 @@ class FetchPlan:
             for group in sorted(by_group)
         ]
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
-        self._digesters = [self._digester(positions) for _, positions in self._groups]
+        self._digester = Digester([self._boxes(positions) for _, positions in self._groups])
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
         self._overlap = overlap
         self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
 
-    def _digester(self, positions: Sequence[int]) -> Digester:
-        regions = [self.regions[position] for position in positions]
-        entries = [self.table.tensors[region.tensor] for region in regions]
-        return Digester(
-            [tensor_key(entry.name) for entry in entries],
-            [entry.shape for entry in entries],
-            [region.offsets for region in regions],
-        )
+    def _boxes(self, positions: Sequence[int]) -> list[Box]:
+        found = []
+        for position in positions:
+            region, entry = (
+                self.regions[position],
+                self.table.tensors[self.regions[position].tensor],
+            )
+            key, width = tensor_key(entry.name), entry.torch_dtype.itemsize
+            found.append(Box(key, entry.shape, region.offsets, region.sizes, width))
+        return found
 
     def fetch(
         self,
@@ -193,7 +195,7 @@ class FetchPlan:
                 expected[i] = (expected.get(i, 0) + value) & _MASK
         group, positions = self._groups[turn]
         held = [memory[position] for position in positions]
-        arrivals = self._digesters[turn].digests(held, verify, version)
+        arrivals = self._digester.digests(turn, held, verify, version)
         regions = [self.regions[position] for position in positions]
         whole: dict[int, int] = {}
         found: dict[int, list[tuple[Region, int]]] = {}

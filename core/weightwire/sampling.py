@@ -1,43 +1,54 @@
-"""Samples of many tensors at once, read by address: a few passes over all of them.
+"""Samples of many boxes at once, read by address: a few passes over all of them.
 
 A model has thousands of tensors, each with memory of its own.  A dozen small operations
 for each of them, on a GPU with a synchronisation, would take longer than moving the
-bytes does.
+bytes does.  Where to look, and what each place weighs, is worked out for many groups
+together; of a group that has arrived only the elements are read.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weightwire.mixing import (
-    GAMMA,
-    MASK,
-    MIX,
-    U64,
-    mix,
-    mix_arrays,
-    scramble,
-    scramble_array,
-    shift,
-    u64,
-)
+from weightwire.mixing import GAMMA, MASK, MIX, U64, scramble, scramble_array, shift, u64
 
-__all__ = ["SAMPLES", "Sampler", "sample_places"]
+__all__ = ["SAMPLES", "Box", "Sampler", "sample_places"]
 
 SAMPLES = 256
 """Places per tensor that ``sample`` compares; a smaller tensor is compared whole."""
 
-_ROWS = 4096  # boxes whose intermediate values are held at a time on a GPU
+_ROWS = 8192  # boxes of which places are held at a time: 32 MB
 _INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 I64 = NDArray[np.int64]
+
+
+class Box(NamedTuple):
+    """A box of a tensor, and how it lies in memory.
+
+    Attributes:
+        key: the tensor's, from ``tensor_key``.
+        shape: the tensor's global shape.
+        offsets: the box's first index in each dimension.
+        sizes: its extent in each dimension.
+        itemsize: bytes of an element.
+        strides: in elements; None where it is contiguous.
+    """
+
+    key: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    itemsize: int
+    strides: tuple[int, ...] | None = None
 
 
 def sample_places(total: int, key: int, version: int) -> Tensor:
@@ -63,201 +74,270 @@ class Sampler:
     It keeps where boxes lie, and never their memory.
 
     Args:
-        keys: of the tensors, from ``tensor_key``.
-        shapes: the tensors' global shapes.
-        offsets: the boxes' first indices in them.
+        groups: the boxes that are digested together.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-        offsets: Sequence[tuple[int, ...]],
-    ) -> None:
-        self._keys, self._shapes, self._offsets = list(keys), list(shapes), list(offsets)
-        self._sizes: list[tuple[tuple[int, ...], int]] = []
-        self._addresses: list[int] = []
-        self._device = torch.device("meta")
-        self._parts: list[_OnHost | _OnGpu] = []
+    def __init__(self, groups: Sequence[Sequence[Box]]) -> None:
+        self._groups = [_Group(boxes) for boxes in groups]
+        self._windows: list[_Window] = []
+        self._window_of: list[tuple[_Window, int]] = []
+        held: list[Box] = []
+        for boxes in groups:
+            if not self._windows or len(held) + len(boxes) > _ROWS:
+                held = []
+                self._windows.append(_Window(held))
+            self._window_of.append((self._windows[-1], len(held)))
+            held += boxes
+        self._latest: _Window | None = None
 
-    def digests(self, boxes: Sequence[Tensor], version: int) -> list[int]:
-        """``box_digest(..., verify="sample")`` of each box.
+    def digests(self, group: int, boxes: Sequence[Tensor], version: int) -> list[int]:
+        """``box_digest(..., verify="sample")`` of each box of a group.
 
         Args:
-            boxes: contiguous, all on one device.
+            boxes: as they were described; all on one device.
         """
-        addresses = [box.data_ptr() for box in boxes]
-        sizes = [(tuple(box.shape), box.element_size()) for box in boxes]
-        device = boxes[0].device if boxes else self._device
-        if (addresses, sizes, device) != (self._addresses, self._sizes, self._device):
-            self._prepare(addresses, sizes, device)
+        window, first = self._window_of[group]
+        if window is not self._latest and self._latest is not None:
+            self._latest.forget()
+        self._latest = window
         found = np.zeros(len(boxes), np.uint64)
-        for part in self._parts:
-            found[part.rows] = part.sums(version)
+        for run in self._groups[group].runs(boxes):
+            found[run.rows] = window.sums(run, first, version)
         digests: list[int] = found.tolist()
         return digests
 
-    def _prepare(
-        self,
-        addresses: list[int],
-        sizes: list[tuple[tuple[int, ...], int]],
-        device: torch.device,
+
+class _Run:
+    """Boxes of a group that are read at once: of one element size, on one device.
+
+    Attributes:
+        rows: which of the group's.
+        begins: of each, in elements of ``memory``.
+        memory: from the first box on to the end of the last; what lies between boxes is
+            within its bounds, and never read.
+    """
+
+    def __init__(
+        self, rows: NDArray[np.intp], addresses: I64, extents: I64, width: int, device: torch.device
     ) -> None:
-        self._parts = []
-        self._addresses, self._sizes, self._device = addresses, sizes, device
-        kinds: dict[tuple[int, int, bool], list[int]] = {}
-        for i, (shape, width) in enumerate(sizes):
-            if 0 not in shape:
-                kinds.setdefault(
-                    (width, addresses[i] % width, shape == self._shapes[i]), []
-                ).append(i)
-        form = _OnHost if device.type == "cpu" else _OnGpu
-        for (width, _, whole), rows in kinds.items():
-            part = form(
-                rows,
-                width,
-                device,
-                np.array([addresses[i] for i in rows], np.int64),
-                np.array([self._keys[i] for i in rows], np.int64),
-                _padded([self._shapes[i] for i in rows], 1),
-                None if whole else _padded([self._offsets[i] for i in rows], 0),
-                None if whole else _padded([sizes[i][0] for i in rows], 1),
-            )
-            self._parts.append(part)
+        self.rows = rows
+        self.width = width
+        self.device = device
+        first = int(addresses.min())
+        self.begins = (addresses - first) // width
+        extent = int((self.begins + extents).max())
+        self.memory = _memory(first, extent, width, device)
+        self.begins_there = torch.from_numpy(self.begins)[:, None].to(device)
+
+
+class _Group:
+    """Where a group's boxes lie."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._widths = np.array([box.itemsize for box in boxes], np.int64)
+        self._extents = np.array([_extent(box) for box in boxes], np.int64)
+        self._addresses: list[int] = []
+        self._device = torch.device("meta")
+        self._runs: list[_Run] = []
+
+    def runs(self, boxes: Sequence[Tensor]) -> list[_Run]:
+        """Prepared anew where the boxes lie elsewhere than they did."""
+        if not boxes:
+            return []
+        addresses, device = [box.data_ptr() for box in boxes], boxes[0].device
+        if addresses != self._addresses or device != self._device:
+            self._runs = []
+            self._addresses, self._device = addresses, device
+            there = np.array(addresses, np.int64)
+            kinds = self._widths * 8 + there % self._widths
+            for kind in np.unique(kinds[self._extents > 0]).tolist():
+                rows = np.flatnonzero((kinds == kind) & (self._extents > 0))
+                run = _Run(rows, there[rows], self._extents[rows], kind // 8, device)
+                self._runs.append(run)
+        return self._runs
+
+
+def _extent(box: Box) -> int:
+    """Elements from a box's first to its last; 0 where it is empty."""
+    if 0 in box.sizes:
+        return 0
+    strides = box.strides or _row_major(box.sizes)
+    return 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    strides = itertools.accumulate(reversed(sizes[1:]), lambda a, b: a * b, initial=1)
+    return tuple(reversed([*strides])) if sizes else ()
+
+
+class _Window:
+    """Boxes of consecutive groups: where ``sample`` looks in them for one version."""
+
+    def __init__(self, boxes: list[Box]) -> None:
+        self._boxes = boxes
+        self._here: _HostPlaces | None = None
+        self._there: _GpuPlaces | None = None
+
+    def sums(self, run: _Run, first: int, version: int) -> U64:
+        """By box of the run, whose group begins at row ``first``."""
+        if run.device.type == "cpu":
+            if self._here is None:
+                self._here = _HostPlaces(self._boxes)
+            return self._here.sums(run, first, version)
+        if self._there is None or self._there.device != run.device:
+            self._there = _GpuPlaces(self._boxes, run.device)
+        return self._there.sums(run, first, version)
+
+    def forget(self) -> None:
+        """Give the places back: another window follows."""
+        self._here = self._there = None
+
+
+class _Columns(NamedTuple):
+    """What the places of boxes are worked out from; by box, and by dimension."""
+
+    keys: I64
+    totals: I64
+    steps: I64
+    shapes: I64
+    offsets: I64
+    sizes: I64
+    strides: I64
+    whole: bool
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> _Columns:
+        shapes = _padded([box.shape for box in boxes], 1)
+        steps = np.ones_like(shapes)
+        for dim in range(shapes.shape[1] - 2, -1, -1):
+            steps[:, dim] = steps[:, dim + 1] * shapes[:, dim + 1]
+        whole = all(b.strides is None and tuple(b.sizes) == tuple(b.shape) for b in boxes)
+        return cls(
+            keys=np.array([box.key for box in boxes], np.int64),
+            totals=shapes.prod(axis=1),
+            steps=steps,
+            shapes=shapes,
+            offsets=_padded([box.offsets for box in boxes], 0),
+            sizes=_padded([box.sizes for box in boxes], 1),
+            strides=_padded([box.strides or _row_major(box.sizes) for box in boxes], 0),
+            whole=whole,
+        )
 
 
 def _padded(points: Sequence[tuple[int, ...]], filler: int) -> I64:
     """By box and dimension; those of fewer dimensions have others of ``filler`` in front."""
-    most = max(map(len, points))
-    return np.array([(filler,) * (most - len(p)) + tuple(p) for p in points], np.int64).reshape(
-        len(points), most
-    )
+    most = max(map(len, points), default=0)
+    rows = [(filler,) * (most - len(point)) + tuple(point) for point in points]
+    return np.array(rows, np.int64).reshape(len(points), most)
 
 
-def _strides(shapes: I64) -> I64:
-    """Row-major, in elements, by box and dimension."""
-    ones = np.ones((len(shapes), 1), np.int64)
-    return np.concatenate((np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1], ones), axis=1)[
-        :, : shapes.shape[1]
-    ]
+class _HostPlaces:
+    """In host memory: in numpy, because torch would wake its threads for each small pass."""
 
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._columns = _Columns.of(boxes)
+        counts = np.minimum(self._columns.totals, SAMPLES)
+        self._all = np.repeat(np.arange(len(boxes)), counts)
+        counter = np.arange(len(self._all)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._counter = counter.astype(np.uint64)
+        self._large = np.flatnonzero((self._columns.totals > SAMPLES)[self._all])
+        self._version: int | None = None
+        self._row = self._all
+        self._local: I64 = counter
+        self._weight: U64 = self._counter
 
-class _OnHost:
-    """Boxes in host memory, of one element size.
-
-    In numpy, because torch would wake its thread pool for each of these small passes.
-    """
-
-    def __init__(
-        self,
-        rows: list[int],
-        width: int,
-        device: torch.device,
-        addresses: I64,
-        keys: I64,
-        shapes: I64,
-        offsets: I64 | None,
-        sizes: I64 | None,
-    ) -> None:
-        self.rows = np.array(rows)
-        self._keys = keys.view(np.uint64)
-        self._wide = width == 8
-        first = int(addresses.min())
-        # What lies between the boxes is within the array's bounds, and never read.
-        self._begins = (addresses - first) // width
-        numel = (shapes if sizes is None else sizes).prod(axis=1)
-        self._memory = _host_memory(first, int((self._begins + numel).max()), width)
-        self._total = shapes.prod(axis=1).astype(np.uint64)
-        self._counts = np.minimum(self._total, SAMPLES).astype(np.int64)
-        self._shapes, self._offsets, self._sizes = shapes, offsets, sizes
-
-    def sums(self, version: int) -> U64:
-        counts = self._counts
-        box = np.repeat(np.arange(len(counts)), counts)
-        counter = np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts, counts)
-        index = counter.astype(np.uint64)  # small tensors are taken whole
-        large = np.flatnonzero((self._total > SAMPLES)[box])
-        if large.size:
-            of = box[large]
-            index[large] = _strata(index[large], self._total[of], self._keys[of], version)
-        local = index.view(np.int64)
-        if self._offsets is not None and self._sizes is not None:
-            inside, local = self._within(box, local, self._offsets, self._sizes)
-            box, index, local = box[inside], index[inside], local[inside]
-        bits = self._memory[self._begins[box] + local].astype(np.int64).view(np.uint64)
-        mixed = mix_arrays(index, bits, self._keys[box], self._wide)
-        found = np.zeros(len(counts), np.uint64)
-        here = np.flatnonzero(np.diff(box, prepend=-1))
-        if here.size:
-            found[box[here]] = np.add.reduceat(mixed, here)
+    def sums(self, run: _Run, first: int, version: int) -> U64:
+        if version != self._version:
+            self._locate(version)
+            self._version = version
+        rows = first + run.rows
+        low, high = np.searchsorted(self._row, (rows[0], rows[-1] + 1))
+        at = self._row[low:high] - first
+        chosen: Any = slice(None)
+        if len(rows) != rows[-1] - rows[0] + 1:  # some of these rows are of another run
+            chosen = np.isin(at, run.rows)
+            at = at[chosen]
+        position = np.searchsorted(run.rows, at)
+        local, weight = self._local[low:high][chosen], self._weight[low:high][chosen]
+        bits = run.memory.numpy()[run.begins[position] + local].astype(np.int64).view(np.uint64)
+        if run.width == 8:
+            bits = scramble_array(bits)
+        found = np.zeros(len(rows), np.uint64)
+        begins = np.flatnonzero(np.diff(position, prepend=-1))
+        if begins.size:
+            found[position[begins]] = np.add.reduceat((bits + u64(1)) * weight, begins)
         return found
 
-    def _within(
-        self, box: NDArray[np.intp], index: I64, offsets: I64, sizes: I64
-    ) -> tuple[NDArray[np.bool_], I64]:
-        """Which global indices lie in their box, and where there."""
-        inside = np.ones(len(index), np.bool_)
-        local = np.zeros(len(index), np.int64)
-        strides = _strides(self._shapes)
-        for dim in range(self._shapes.shape[1]):
-            extent = sizes[box, dim]
-            at = index // strides[box, dim] % self._shapes[box, dim] - offsets[box, dim]
-            inside &= (at >= 0) & (at < extent)
-            local = local * extent + at
-        return inside, local
+    def _locate(self, version: int) -> None:
+        columns = self._columns
+        row, index = self._all, self._counter.copy()  # small tensors are taken whole
+        key = columns.keys.view(np.uint64)
+        if self._large.size:
+            of = row[self._large]
+            total = columns.totals.view(np.uint64)[of]
+            index[self._large] = _strata(index[self._large], total, key[of], version)
+        local = index.view(np.int64)
+        if not columns.whole:
+            inside = np.ones(len(index), np.bool_)
+            local = np.zeros(len(index), np.int64)
+            for dim in range(columns.shapes.shape[1]):
+                at = index.view(np.int64) // columns.steps[row, dim] % columns.shapes[row, dim]
+                at -= columns.offsets[row, dim]
+                inside &= (at >= 0) & (at < columns.sizes[row, dim])
+                local += at * columns.strides[row, dim]
+            row, index, local = row[inside], index[inside], local[inside]
+        self._row, self._local = row, local
+        self._weight = scramble_array(index * u64(GAMMA) + key[row]) | u64(1)
 
 
-class _OnGpu:
-    """Boxes on one GPU, of one element size: a few dozen kernels for all of them."""
+class _GpuPlaces:
+    """On one GPU; what host memory needs isn't: it runs there too, for tests."""
 
-    def __init__(
-        self,
-        rows: list[int],
-        width: int,
-        device: torch.device,
-        addresses: I64,
-        keys: I64,
-        shapes: I64,
-        offsets: I64 | None,
-        sizes: I64 | None,
-    ) -> None:
-        self.rows = np.array(rows)
-        self._wide = width == 8
-        first = int(addresses.min())
-        begins = (addresses - first) // width
-        numel = (shapes if sizes is None else sizes).prod(axis=1)
-        self._memory = _memory(first, int((begins + numel).max()), width, device)
-        columns = [begins, keys, shapes.prod(axis=1)]
-        if offsets is not None and sizes is not None:
-            strides = _strides(shapes)
-            for dim in range(shapes.shape[1]):
-                columns += [strides[:, dim], shapes[:, dim], offsets[:, dim], sizes[:, dim]]
-        self._columns = torch.from_numpy(np.stack(columns)[:, :, None]).to(device)
+    def __init__(self, boxes: Sequence[Box], device: torch.device) -> None:
+        self.device = device
+        columns = _Columns.of(boxes)
+        rows = [columns.keys, columns.totals]
+        for dim in range(0 if columns.whole else columns.shapes.shape[1]):
+            for each in (columns.steps, columns.shapes, columns.offsets, columns.sizes):
+                rows.append(each[:, dim])
+            rows.append(columns.strides[:, dim])
+        self._columns = torch.from_numpy(np.stack(rows)[:, :, None]).to(device)
         self._counter = torch.arange(SAMPLES, device=device)[None, :]
+        self._version: int | None = None
+        self._local = self._weight = self._counter
 
-    def sums(self, version: int) -> U64:
-        chunks = [self._sums(columns, version) for columns in torch.split(self._columns, _ROWS, 1)]
-        return torch.cat(chunks).cpu().numpy().view(np.uint64)
+    def sums(self, run: _Run, first: int, version: int) -> U64:
+        if version != self._version:
+            self._locate(version)
+            self._version = version
+        low, high = first + int(run.rows[0]), first + int(run.rows[-1]) + 1
+        local, weight = self._local[low:high], self._weight[low:high]
+        if len(run.rows) != high - low:  # some of these rows are of another run
+            chosen = torch.from_numpy(run.rows + (first - low)).to(self.device)
+            local, weight = local[chosen], weight[chosen]
+        bits = run.memory[run.begins_there + local].to(torch.int64)
+        if run.width == 8:
+            bits = scramble(bits)
+        return ((bits + 1) * weight).sum(dim=1).cpu().numpy().view(np.uint64)
 
-    def _sums(self, columns: Tensor, version: int) -> Tensor:
-        begin, key, total = columns[:3]
-        small = total <= SAMPLES
+    def _locate(self, version: int) -> None:
+        key, total = self._columns[:2]
         noise = scramble(self._counter * GAMMA + (key ^ _signed(version * MIX)))
         low = self._counter * total // SAMPLES
-        high = (self._counter + 1) * total // SAMPLES
-        index = torch.where(
-            small, self._counter, low + _remainder(noise, (high - low).clamp(min=1))
-        )
+        span = ((self._counter + 1) * total // SAMPLES - low).clamp(min=1)
+        small = total <= SAMPLES
+        index = torch.where(small, self._counter, low + _remainder(noise, span))
         inside = self._counter < total
         local = index
-        if len(columns) > 3:
+        if len(self._columns) > 2:
             local = torch.zeros_like(index)
-            for stride, shape, offset, size in columns[3:].view(-1, 4, len(key), 1):
-                at = index // stride % shape - offset
+            for step, shape, offset, size, stride in self._columns[2:].view(-1, 5, len(key), 1):
+                at = index // step % shape - offset
                 inside = inside & (at >= 0) & (at < size)
-                local = local * size + at
-        bits = self._memory[begin + local.where(inside, 0)].to(torch.int64)
-        return mix(index, bits, key, wide=self._wide).where(inside, 0).sum(dim=1)
+                local = local + at * stride
+        # What is outside looks at the box's first element, and weighs nothing.
+        self._local = local.where(inside, 0)
+        self._weight = scramble(index * GAMMA + key).bitwise_or_(1).where(inside, 0)
 
 
 def _signed(value: int) -> int:

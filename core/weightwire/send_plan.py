@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weightwire.contract import Capabilities, Seal, SenderTransport
 from weightwire.deadline import Watch
-from weightwire.digest import Digester, Verify, tensor_key
+from weightwire.digest import Box, Digester, Verify, tensor_key
 from weightwire.errors import PluginError, TableMismatch
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, cut_out, lay_out, places_in, slot_layout
@@ -56,7 +56,7 @@ class SendPlan:
                 pieces = ()
             self._groups.append((group, layout, pieces))
         self._rank = rank
-        self._digesters: dict[int, tuple[list[int], Digester]] = {}
+        self._digester: Digester | None = None
         self.nbytes = sum(
             place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
         )
@@ -83,7 +83,7 @@ class SendPlan:
                 a stream that yields full ones.
         """
         total = 0
-        for group, layout, pieces in self._groups:
+        for turn, (group, layout, pieces) in enumerate(self._groups):
             watch.check(f"end of group {group}")
             if not layout.places and not pieces:
                 if isinstance(tensors, Stream):
@@ -109,7 +109,7 @@ class SendPlan:
             if not layout.places:
                 continue  # this rank only gave its shards to others
             with phases.timed("verify"):
-                digests = self._digests(group, layout, staged, verify, version)
+                digests = self._digests(turn, layout, staged, verify, version)
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests, self._rank))
             total = (total + sum(digests.values())) & _MASK
@@ -230,7 +230,7 @@ class SendPlan:
 
     def _digests(
         self,
-        group: int,
+        turn: int,
         layout: SlotLayout,
         staged: Mapping[int, Tensor],
         verify: Verify,
@@ -238,32 +238,35 @@ class SendPlan:
     ) -> dict[int, int]:
         if verify == "off":
             return {}
-        if group not in self._digesters:
-            self._digesters[group] = self._digester(layout)
+        if self._digester is None:
+            groups = [self._boxes(layout) for _, layout, _ in self._groups]
+            self._digester = Digester(groups)
         boxes: list[Tensor] = []
+        owners: list[int] = []
         for i, place in layout.places.items():
             if place.borders:  # only this place of the slot
-                flat = staged[i].view(torch.uint8)
-                boxes += [tile for _, tile in replace(place, begin=0).tile_views(flat)]
+                tiles = replace(place, begin=0).tile_views(staged[i].view(torch.uint8))
+                boxes += [tile for _, tile in tiles]
+                owners += [i] * len(tiles)
             else:
                 boxes.append(staged[i])
-        owners, digester = self._digesters[group]
+                owners.append(i)
         digests = dict.fromkeys(layout.places, 0)
-        for i, value in zip(owners, digester.digests(boxes, verify, version), strict=True):
+        found = self._digester.digests(turn, boxes, verify, version)
+        for i, value in zip(owners, found, strict=True):
             digests[i] = (digests[i] + value) & _MASK
         return digests
 
-    def _digester(self, layout: SlotLayout) -> tuple[list[int], Digester]:
-        """For a group's boxes, by tensor and block of columns; and the tensor of each."""
-        owners, offsets = [], []
+    def _boxes(self, layout: SlotLayout) -> list[Box]:
+        """A group's boxes, by tensor and block of columns."""
+        found = []
         for i, place in layout.places.items():
-            first = layout.shards[i].offsets
+            entry, first = self.table.tensors[i], layout.shards[i].offsets
+            key, width = tensor_key(entry.name), place.dtype.itemsize
             for tile in place.tiles():
-                owners.append(i)
-                offsets.append((*first[:-1], first[-1] + tile.column) if first else ())
-        entries = [self.table.tensors[i] for i in owners]
-        keys = [tensor_key(entry.name) for entry in entries]
-        return owners, Digester(keys, [entry.shape for entry in entries], offsets)
+                offsets = (*first[:-1], first[-1] + tile.column) if first else ()
+                found.append(Box(key, entry.shape, offsets, tile.shape, width))
+        return found
 
     def release(self) -> None:
         """Give the staging memory back."""

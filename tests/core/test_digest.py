@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightwire.digest import SAMPLES, Digester, box_digest, tensor_key
-from weightwire.sampling import _OnGpu, _OnHost, _padded, sample_places
+from weightwire.digest import SAMPLES, Box, Digester, box_digest, tensor_key
+from weightwire.sampling import _GpuPlaces, _Group, sample_places
 from weightwire.table import DTYPES
 
 MASK = (1 << 64) - 1
@@ -52,10 +52,29 @@ def digest(tensor, shape=None, offsets=None, *, key=None, verify="full", version
     )
 
 
+def described(tensor, key, shape=None, offsets=None) -> Box:
+    sizes = tuple(tensor.shape)
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    origin = (0,) * len(sizes)
+    return Box(key, shape or sizes, offsets or origin, sizes, tensor.element_size(), strides)
+
+
 def sample_digests(tensors, keys, version) -> list[int]:
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    origins = [(0,) * len(shape) for shape in shapes]
-    return Digester(keys, shapes, origins).digests(tensors, "sample", version)
+    boxes = [described(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+    return Digester([boxes]).digests(0, tensors, "sample", version)
+
+
+def on_a_device(groups: list[list[Box]], tensors: list[list[torch.Tensor]], version) -> list[int]:
+    """The way of GPUs, which needs none to be right."""
+    places = _GpuPlaces([box for boxes in groups for box in boxes], torch.device("cpu"))
+    found, first = [], 0
+    for boxes, held in zip(groups, tensors, strict=True):
+        sums = np.zeros(len(boxes), np.uint64)
+        for run in _Group(boxes).runs(held):
+            sums[run.rows] = places.sums(run, first, version)
+        found += sums.tolist()
+        first += len(boxes)
+    return found
 
 
 def random_tensor(shape: tuple[int, ...], name: str, seed: int) -> torch.Tensor:
@@ -216,62 +235,70 @@ def test_samples_of_many_tensors_together_are_those_of_each(parts, version):
 
 
 @FAST
-@given(st.lists(st.tuples(shapes, dtypes, seeds, st.data()), min_size=1, max_size=6))
-def test_boxes_together_here_and_on_a_device_give_what_each_gives_alone(parts):
-    """The way of GPUs, which needs none to be right: one gather for all of an element size."""
+@given(st.lists(st.tuples(shapes, dtypes, seeds, st.data()), min_size=1, max_size=6), st.data())
+def test_boxes_together_here_and_on_a_device_give_what_each_gives_alone(parts, data):
     version = 5
-    by_width: dict[int, list[tuple]] = {}
-    for number, (shape, dtype, seed, data) in enumerate(parts):
+    tensors, boxes, expected = [], [], []
+    for number, (shape, dtype, seed, inner) in enumerate(parts):
         whole = random_tensor(shape, dtype, seed)
-        spans = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-        box = whole[tuple(slice(a, b) for a, b in spans)].contiguous() if shape else whole
+        spans = [sorted(inner.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
         offsets = tuple(a for a, _ in spans)
-        if box.numel():
-            row = (box, tensor_key(f"w{number}"), shape, offsets)
-            by_width.setdefault(box.element_size(), []).append(row)
-    for width, rows in by_width.items():
-        boxes, keys, wholes, offsets = map(list, zip(*rows, strict=True))
-        expected = [
-            box_digest(b, key=k, shape=s, offsets=o, verify="sample", version=version)
-            for b, k, s, o in rows
-        ]
-        assert Digester(keys, wholes, offsets).digests(boxes, "sample", version) == expected
-        for form in (_OnHost, _OnGpu):
-            part = form(
-                list(range(len(rows))),
-                width,
-                torch.device("cpu"),
-                np.array([box.data_ptr() for box in boxes], np.int64),
-                np.array(keys, np.int64),
-                _padded(wholes, 1),
-                _padded(offsets, 0),
-                _padded([tuple(box.shape) for box in boxes], 1),
-            )
-            assert part.sums(version).tolist() == expected
+        box = whole[tuple(slice(a, b) for a, b in spans)] if shape else whole
+        if inner.draw(st.booleans()):
+            box = box.contiguous()
+        key = tensor_key(f"w{number}")
+        tensors.append(box)
+        boxes.append(described(box, key, shape, offsets))
+        expected.append(
+            digest(box.contiguous(), shape, offsets, key=key, verify="sample", version=version)
+        )
+    at = data.draw(st.integers(0, len(boxes)))
+    groups = [boxes[:at], boxes[at:]]
+    held = [tensors[:at], tensors[at:]]
+    digester = Digester(groups)
+    for _ in range(2):  # prepared, and as it was prepared
+        assert [
+            value
+            for group in range(2)
+            for value in digester.digests(group, held[group], "sample", version)
+        ] == expected
+    assert on_a_device(groups, held, version) == expected
 
 
 def test_large_tensors_give_the_same_on_a_device():
     tensors = [random_tensor((1000, 77 + i), "bfloat16", i) for i in range(3)]
     keys = [tensor_key(f"w{i}") for i in range(3)]
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    shapes = _padded([tuple(tensor.shape) for tensor in tensors], 1)
-    part = _OnGpu([0, 1, 2], 2, torch.device("cpu"), addresses, np.array(keys), shapes, None, None)
+    boxes = [described(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
     for version in (1, 1 << 40):
-        assert part.sums(version).tolist() == sample_digests(tensors, keys, version)
+        expected = [
+            digest(tensor, key=key, verify="sample", version=version)
+            for tensor, key in zip(tensors, keys, strict=True)
+        ]
+        assert sample_digests(tensors, keys, version) == expected
+        assert on_a_device([boxes], [tensors], version) == expected
 
 
 def test_a_digester_follows_its_boxes_to_other_memory():
-    digester = Digester([tensor_key("w")], [(40, 40)], [(0, 0)])
-    for seed in range(4):
-        tensor = random_tensor((40, 40), "float32", seed)
-        assert digester.digests([tensor], "sample", 1) == [digest(tensor, verify="sample")]
-    kept = tensor
+    tensors = [random_tensor((40, 40), "float32", seed) for seed in range(4)]
+    digester = Digester([[described(tensors[0], tensor_key("w"))]])
+    for tensor in tensors:
+        assert digester.digests(0, [tensor], "sample", 1) == [digest(tensor, verify="sample")]
+    kept = tensors[3]
     kept[3:] += 1
-    assert digester.digests([kept], "sample", 1) == [digest(kept, verify="sample")]
-    narrow = tensor[:20].contiguous()
-    assert digester.digests([narrow], "sample", 1) == [
-        digest(narrow, (40, 40), (0, 0), verify="sample")
-    ]
+    assert digester.digests(0, [kept], "sample", 1) == [digest(kept, verify="sample")]
+
+
+def test_more_groups_than_places_are_held_for_are_digested_one_after_the_other(monkeypatch):
+    monkeypatch.setattr("weightwire.sampling._ROWS", 3)
+    tensors = [random_tensor((20 + i, 30), "bfloat16", i) for i in range(7)]
+    groups = [tensors[:2], tensors[2:4], [], tensors[4:5], tensors[5:]]
+    keys = {id(tensor): tensor_key(f"w{i}") for i, tensor in enumerate(tensors)}
+    digester = Digester([[described(t, keys[id(t)]) for t in group] for group in groups])
+    for version in (1, 2):
+        for number in (0, 1, 2, 3, 4, 1):
+            assert digester.digests(number, groups[number], "sample", version) == [
+                digest(t, key=keys[id(t)], verify="sample", version=version) for t in groups[number]
+            ]
 
 
 def test_many_small_tensors_of_all_widths_are_digested_as_each_alone():

@@ -16,7 +16,7 @@ from weightwire.blocks import column_blocks
 from weightwire.contract import SenderTransport
 from weightwire.cuts import Cuts
 from weightwire.deadline import Deadline, Watch
-from weightwire.digest import Digester, box_digest, tensor_key
+from weightwire.digest import Box, Digester, box_digest, tensor_key
 from weightwire.errors import PluginError, TableMismatch, UnsupportedOperation
 from weightwire.exchange import Exchange
 from weightwire.grouping import make_groups
@@ -203,8 +203,12 @@ def test_sampled_digests_of_boxes_are_those_of_each_box():
     keys.append(5)
     shapes.append(())
     offsets.append(())
+    described = [
+        Box(k, s, o, tuple(b.shape), b.element_size())
+        for b, k, s, o in zip(boxes, keys, shapes, offsets, strict=True)
+    ]
     for version in (1, 2):
-        assert Digester(keys, shapes, offsets).digests(boxes, "sample", version) == [
+        assert Digester([described]).digests(0, boxes, "sample", version) == [
             box_digest(b, key=k, shape=s, offsets=o, verify="sample", version=version)
             for b, k, s, o in zip(boxes, keys, shapes, offsets, strict=True)
         ]
