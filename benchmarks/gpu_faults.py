@@ -120,6 +120,10 @@ class ShardedTrainer(Role):
         for name, parameter in self.model.named_parameters():
             whole = parameter.full_tensor()  # type: ignore[attr-defined]  # a DTensor
             found[name] = digest(whole.detach().reshape(-1))
+        self.sync()
+        # A process that is stopped before torch's watchdog has seen its last collectives
+        # end takes them for late when it goes on, whoever else is there.
+        time.sleep(1.0)
         return found
 
     def arm(self, number: int) -> None:

@@ -271,11 +271,18 @@ def versions(devices: list[str], case: dict[str, Any], repeats: int) -> dict[str
         **case,
         "nbytes": nbytes,
         "first": sends[0]["seconds"],
+        "transfer": statistics.median(map(_transfer, counted)),
+        "lifecycle": statistics.median(s["seconds"] - _transfer(s) for s in counted),
         **rates([report["seconds"] for report in counted], nbytes),
         "send_phases": medians(counted),
         "receive_phases": medians(taken),
         "path": [counted[-1]["path"], taken[-1]["path"]],
     }
+
+
+def _transfer(sent: dict[str, Any]) -> float:
+    """From the first group's staging to the last credit, by the trainer's clock."""
+    return sum(sent["phases"].get(name, 0.0) for name in ("stage", "verify", "announce", "wait"))
 
 
 def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str, Any]:
@@ -296,22 +303,22 @@ def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str,
 
 
 def cases(backends: list[str], models: list[str], group_bytes: int) -> Iterator[dict[str, Any]]:
-    base = {"master": False, "overlap": False, "verify": "sample", "group_bytes": group_bytes}
+    """What is measured: with two slots on both sides, and once with one."""
     for model in models:
-        for name in backends:
-            if name == "nccl":
-                for mode in ("p2p", "broadcast"):
-                    backend = {"backend": "nccl", "mode": mode, "bucket_bytes": 256 << 20}
-                    yield {**base, "model": model, "backend": backend}
-                yield {**base, "model": model, "backend": backend, "overlap": True}
-            else:
-                backend = {"backend": name}
-                yield {**base, "model": model, "backend": backend}
-                yield {**base, "model": model, "backend": backend, "overlap": True}
-                live = {"backend": name, "zero_copy": True}
-                yield {**base, "model": model, "backend": live, "overlap": True}
-            if model == "qwen3-8b":
-                yield {**base, "model": model, "backend": backend, "overlap": True, "master": True}
+        base = {"model": model, "master": False, "overlap": True, "verify": "sample",
+                "group_bytes": group_bytes}  # fmt: skip
+        if "nccl" in backends:
+            for mode in ("p2p", "broadcast"):
+                backend = {"backend": "nccl", "mode": mode, "bucket_bytes": 256 << 20}
+                yield {**base, "backend": backend}
+        if "nixl" in backends:
+            yield {**base, "backend": {"backend": "nixl", "zero_copy": True}}
+            yield {**base, "backend": {"backend": "nixl", "column_blocks": False}}
+            yield {**base, "backend": {"backend": "nixl"}}
+        if model == "qwen3-8b":
+            for name in backends:
+                yield {**base, "backend": {"backend": name}, "overlap": False}
+                yield {**base, "backend": {"backend": name}, "master": True}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -327,16 +334,20 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(name, f"{row['seconds']:.4f}", f"{row['gbps']:.1f}")
     console.print(table)
     table = Table(title="versions, medians", title_justify="left")
-    for heading in ("model", "backend", "overlap", "master", "GB", "first s", "s", "GB/s", "path"):
+    for heading in ("model", "backend", "overlap", "master", "GB", "first s", "s", "GB/s",
+                    "lifecycle s", "transfer s", "of raw"):  # fmt: skip
         table.add_column(heading)
     for row in result["versions"]:
         shown = [row["model"], json.dumps(row["backend"]), str(row["overlap"]), str(row["master"])]
         if "error" in row:
-            table.add_row(*shown, "", "", "failed", "", row["error"][:120])
+            table.add_row(*shown, "", "", "failed", row["error"][:120])
             continue
+        raw = "nccl_broadcast" if row["backend"]["backend"] == "nccl" else "nixl_read_1"
+        rate = result["ceilings"].get(raw, {}).get("gbps", float("nan"))
         table.add_row(
             *shown, f"{row['nbytes'] / 1e9:.1f}", f"{row['first']:.2f}",
-            f"{row['seconds']:.4f}", f"{row['gbps']:.1f}", row["path"][0],
+            f"{row['seconds']:.4f}", f"{row['gbps']:.1f}", f"{row['lifecycle']:.4f}",
+            f"{row['transfer']:.4f}", f"{row['nbytes'] / row['transfer'] / 1e9 / rate:.0%}",
         )  # fmt: skip
     console.print(table)
     for name, row in result["faults"].items():
@@ -354,7 +365,7 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-8b,qwen3-30b-a3b", help=", ".join(MODELS))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--gigabytes", type=float, default=8.6, help="of the ceilings")
-    parser.add_argument("--group-bytes", type=int, default=1 << 30)
+    parser.add_argument("--group-bytes", type=int, default=4 << 30)
     parser.add_argument("--parts", default=",".join(PARTS), help="of the benchmark, in order")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -132,6 +132,15 @@ class Place:
             for a, b in itertools.pairwise(edges)
         ]
 
+    @property
+    def folded(self) -> tuple[int, ...] | None:
+        """Its shape with the columns as (block, column), where all blocks are equally wide."""
+        edges = (0, *self.borders, self.shape[-1]) if self.borders else (0,)
+        widths = {b - a for a, b in itertools.pairwise(edges)}
+        if len(widths) != 1:
+            return None
+        return (*self.shape[:-1], len(edges) - 1, widths.pop())
+
     def tile_views(self, slot: Tensor) -> list[tuple[int, Tensor]]:
         """The tiles in ``slot``, each with its first column."""
         item = self.dtype.itemsize

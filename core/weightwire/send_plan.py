@@ -6,7 +6,9 @@ group; where a backend can take tensors where they lie, there is no slot at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -22,7 +24,7 @@ from weightwire.materialise import CheckpointTensors
 from weightwire.report import Phases
 from weightwire.staging import Scratch, Stager
 from weightwire.streaming import Stream
-from weightwire.table import TensorTable
+from weightwire.table import TensorEntry, TensorTable
 
 __all__ = ["SendPlan"]
 
@@ -57,6 +59,8 @@ class SendPlan:
             self._groups.append((group, layout, pieces))
         self._rank = rank
         self._digester: Digester | None = None
+        self._owners: list[list[int]] = []
+        self._cut: list[set[int]] = []
         self.nbytes = sum(
             place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
         )
@@ -239,34 +243,34 @@ class SendPlan:
         if verify == "off":
             return {}
         if self._digester is None:
-            groups = [self._boxes(layout) for _, layout, _ in self._groups]
-            self._digester = Digester(groups)
+            # What is sampled is read by address, in whatever order it lies there.
+            one = verify == "sample"
+            held = [self._boxes(layout, one=one) for _, layout, _ in self._groups]
+            self._digester = Digester([[box for _, box in boxes] for boxes in held])
+            self._owners = [[i for i, _ in boxes] for boxes in held]
+            counts = [Counter(owners) for owners in self._owners]
+            self._cut = [{i for i, n in count.items() if n > 1} for count in counts]
+        owners = self._owners[turn]
         boxes: list[Tensor] = []
-        owners: list[int] = []
         for i, place in layout.places.items():
-            if place.borders:  # only this place of the slot
+            if i in self._cut[turn]:  # only this place of the slot
                 tiles = replace(place, begin=0).tile_views(staged[i].view(torch.uint8))
                 boxes += [tile for _, tile in tiles]
-                owners += [i] * len(tiles)
             else:
                 boxes.append(staged[i])
-                owners.append(i)
         digests = dict.fromkeys(layout.places, 0)
         found = self._digester.digests(turn, boxes, verify, version)
         for i, value in zip(owners, found, strict=True):
             digests[i] = (digests[i] + value) & _MASK
         return digests
 
-    def _boxes(self, layout: SlotLayout) -> list[Box]:
-        """A group's boxes, by tensor and block of columns."""
-        found = []
-        for i, place in layout.places.items():
-            entry, first = self.table.tensors[i], layout.shards[i].offsets
-            key, width = tensor_key(entry.name), place.dtype.itemsize
-            for tile in place.tiles():
-                offsets = (*first[:-1], first[-1] + tile.column) if first else ()
-                found.append(Box(key, entry.shape, offsets, tile.shape, width))
-        return found
+    def _boxes(self, layout: SlotLayout, *, one: bool) -> list[tuple[int, Box]]:
+        """A group's boxes, each with its tensor."""
+        return [
+            (i, box)
+            for i, place in layout.places.items()
+            for box in _boxes_of(place, layout.shards[i].offsets, self.table.tensors[i], one=one)
+        ]
 
     def release(self) -> None:
         """Give the staging memory back."""
@@ -283,7 +287,29 @@ def _tiles(place: Place, memory: Tensor, value: Tensor) -> list[tuple[Tensor, Te
     """Where a tensor goes in staging memory, block by block, and what goes there."""
     if not place.borders:
         return [(place.view(memory), value)]
+    folded = place.folded
+    if folded is not None:  # all blocks by one copy
+        blocks = value.unflatten(-1, folded[-2:]).movedim(-2, 0)  # type: ignore[no-untyped-call]
+        return [(place.flat(memory).view(blocks.shape), blocks)]
     return [
         (tile, value.narrow(-1, column, tile.shape[-1]))
         for column, tile in place.tile_views(memory)
     ]
+
+
+def _boxes_of(
+    place: Place, offsets: tuple[int, ...], entry: TensorEntry, *, one: bool
+) -> Iterator[Box]:
+    """What is digested of a place: its blocks of columns, or all of it as ``one`` box."""
+    key, width = tensor_key(entry.name), place.dtype.itemsize
+    folded = place.folded
+    if one and folded is not None and entry.shape[-1] == place.shape[-1]:
+        *rows, blocks, columns = folded
+        steps = [columns * math.prod(rows[dim + 1 :]) for dim in range(len(rows))]
+        strides = (*steps, columns * math.prod(rows), 1)
+        shape = (*entry.shape[:-1], blocks, columns)
+        yield Box(key, shape, (*offsets[:-1], 0, 0), folded, width, strides)
+        return
+    for tile in place.tiles():
+        at = (*offsets[:-1], offsets[-1] + tile.column) if offsets else ()
+        yield Box(key, entry.shape, at, tile.shape, width)
