@@ -11,196 +11,30 @@ bytes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_faults
+import gpu_peers
 import torch
+from gpu_children import Role, attempt, child, processes, synchronize
+from gpu_models import MODELS, State
 from rich.console import Console
 from rich.table import Table
 
 import weightwire
-from weightwire.bench_model import views_of
 
-CHUNK = 1 << 26  # elements of a digest's intermediate values
 TIMEOUT = 60.0
-Shapes = dict[str, tuple[int, ...]]
-
-
-# ------------------------------------------------------------------------------- models
-
-
-def attention(prefix: str, hidden: int, heads: int, kv_heads: int, head: int) -> Shapes:
-    return {
-        f"{prefix}.self_attn.q_proj.weight": (heads * head, hidden),
-        f"{prefix}.self_attn.k_proj.weight": (kv_heads * head, hidden),
-        f"{prefix}.self_attn.v_proj.weight": (kv_heads * head, hidden),
-        f"{prefix}.self_attn.o_proj.weight": (hidden, heads * head),
-        f"{prefix}.self_attn.q_norm.weight": (head,),
-        f"{prefix}.self_attn.k_norm.weight": (head,),
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-    }
-
-
-def mlp(prefix: str, hidden: int, wide: int) -> Shapes:
-    return {
-        f"{prefix}.gate_proj.weight": (wide, hidden),
-        f"{prefix}.up_proj.weight": (wide, hidden),
-        f"{prefix}.down_proj.weight": (hidden, wide),
-    }
-
-
-def around(layers: Shapes, hidden: int, vocabulary: int = 151_936) -> Shapes:
-    return {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        **layers,
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-
-
-def qwen3_8b(layers: int = 36) -> Shapes:
-    found: Shapes = {}
-    for i in range(layers):
-        found |= attention(f"model.layers.{i}", 4096, 32, 8, 128)
-        found |= mlp(f"model.layers.{i}.mlp", 4096, 12_288)
-    return around(found, 4096)
-
-
-def qwen3_30b_a3b(layers: int = 48) -> Shapes:
-    found: Shapes = {}
-    for i in range(layers):
-        found |= attention(f"model.layers.{i}", 2048, 32, 4, 128)
-        found[f"model.layers.{i}.mlp.gate.weight"] = (128, 2048)
-        for expert in range(128):
-            found |= mlp(f"model.layers.{i}.mlp.experts.{expert}", 2048, 768)
-    return around(found, 2048)
-
-
-MODELS: dict[str, Callable[[], Shapes]] = {
-    "qwen3-8b": qwen3_8b,
-    "qwen3-30b-a3b": qwen3_30b_a3b,
-    "tiny": lambda: around(mlp("model.layers.0.mlp", 1024, 2048), 1024, 1000),
-}
-
-
-class State:
-    """A state dict in one buffer, whose bits can be changed and digested at once."""
-
-    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-        numel = sum(int(torch.Size(shape).numel()) for shape in shapes.values())
-        self.flat = torch.zeros(-(-numel // 4) * 4, dtype=dtype, device=device)
-        self.tensors = views_of(self.flat, shapes)
-        self.numel = numel
-
-    def change(self, seed: int) -> None:
-        """Other weights, as after an optimizer step."""
-        generator = torch.Generator(self.flat.device).manual_seed(seed)
-        if self.flat.dtype is torch.float32:
-            self.flat.normal_(generator=generator)
-        else:
-            self.flat.view(torch.int64).random_(generator=generator)
-
-    def digest(self) -> int:
-        """Of the values in bfloat16: each element's bits, weighted by where it lies."""
-        total = 0
-        for begin in range(0, self.flat.numel(), CHUNK):
-            bits = self.flat[begin : begin + CHUNK].bfloat16().view(torch.int16).to(torch.int64)
-            place = torch.arange(begin, begin + bits.numel(), device=bits.device)
-            total += int(((bits + 1) * (place * 0x9E3779B97F4A7C1 | 1)).sum().item())
-        return total & ((1 << 64) - 1)
-
-
-# ------------------------------------------------------------------------------- children
-
-
-class Child:
-    """One process on one GPU: a JSON line each way."""
-
-    def __init__(self, role: str, device: str, setup: dict[str, Any]) -> None:
-        command = [sys.executable, __file__, "--child", role, device, json.dumps(setup)]
-        self._role = role
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def start(self, do: str, **arguments: Any) -> Child:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self
-
-    def answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the {self._role} process ended: its error is above")
-        found = json.loads(line)
-        if "error" in found:
-            raise RuntimeError(f"{self._role}: {found['error']}")
-        return found["result"]
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        return self.start(do, **arguments).answer()
-
-    def hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-
-    def end(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=30)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def pair(devices: list[str], roles: tuple[str, str], setup: dict[str, Any]) -> Iterator[Any]:
-    children: list[Child] = []
-    try:
-        for role, device in zip(roles, devices, strict=True):
-            children.append(Child(role, device, setup))
-        yield children
-    finally:
-        for child in children:  # all of them first: leaving may need the other
-            child.hang_up()
-        for child in children:
-            child.end()
-
-
-def synchronize(device: torch.device | str) -> None:
-    if torch.device(device).type == "cuda":  # on CPUs the script itself can be tried
-        torch.cuda.synchronize(device)
-
-
-class Role:
-    def __init__(self, device: str, setup: dict[str, Any]) -> None:
-        self.device = torch.device(device)
-        self.setup = setup
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
-    def close(self) -> None:
-        pass
-
-    def sync(self) -> None:
-        synchronize(self.device)
 
 
 class Trainer(Role):
-    def open(self) -> None:
+    def open(self) -> str:
         dtype = torch.float32 if self.setup["master"] else torch.bfloat16
         self.state = State(MODELS[self.setup["model"]](), dtype, self.device)
         self.sender = weightwire.open_sender(
@@ -213,6 +47,7 @@ class Trainer(Role):
             verify=self.setup["verify"],
             timeout=TIMEOUT,
         )
+        return self.sender.session_url
 
     def change(self, seed: int) -> int:
         self.state.change(seed)
@@ -232,11 +67,11 @@ class Trainer(Role):
 
 
 class Engine(Role):
-    def open(self) -> None:
+    def open(self, session: str) -> None:
         self.state = State(MODELS[self.setup["model"]](), torch.bfloat16, self.device)
         self.receiver = weightwire.open_receiver(
             self.setup["backend"],
-            session=self.setup["session"],
+            session=session,
             target=self.state.tensors,
             receiver_id="engine",
             overlap=self.setup["overlap"],
@@ -345,25 +180,9 @@ class NixlRank(Role):
 
 ROLES: dict[str, type[Role]] = {
     "trainer": Trainer, "engine": Engine, "nccl": NcclRank, "nixl": NixlRank,
+    **gpu_faults.ROLES,
+    **gpu_peers.ROLES,
 }  # fmt: skip
-
-
-def child(role: str, device: str, setup: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr
-    here = ROLES[role](device, json.loads(setup))
-    for line in sys.stdin:
-        command = json.loads(line)
-        do = command.pop("do")
-        try:
-            answer = {"result": getattr(here, do)(**command)}
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-    with contextlib.suppress(Exception):
-        here.close()
 
 
 # ------------------------------------------------------------------------------- ceilings
@@ -395,7 +214,7 @@ def ceilings(devices: list[str], nbytes: int, repeats: int, work: Path) -> dict[
     torch.cuda.empty_cache()
     setup = {"session": str(work / "nccl-store"), "nbytes": nbytes}
     if devices[0] != devices[1]:
-        with attempt(found, "nccl_broadcast"), pair(devices, ("nccl", "nccl"), setup) as ranks:
+        with attempt(found, "nccl_broadcast"), processes(devices, ("nccl", "nccl"), setup) as ranks:
             for rank, process in enumerate(ranks):
                 process.start("open", rank=rank)
             for process in ranks:
@@ -406,7 +225,7 @@ def ceilings(devices: list[str], nbytes: int, repeats: int, work: Path) -> dict[
             found["nccl_broadcast"] = rates(
                 [max(pair) for pair in zip(*times, strict=True)], nbytes
             )
-    with attempt(found, "nixl"), pair(devices, ("nixl", "nixl"), setup) as ranks:
+    with attempt(found, "nixl"), processes(devices, ("nixl", "nixl"), setup) as ranks:
         infos = [process.ask("open", rank=rank) for rank, process in enumerate(ranks)]
         ranks[0].ask("meet", peer=infos[1])
         ranks[1].ask("meet", peer=infos[0])
@@ -418,31 +237,16 @@ def ceilings(devices: list[str], nbytes: int, repeats: int, work: Path) -> dict[
     return found
 
 
-@contextlib.contextmanager
-def attempt(found: dict[str, Any], name: str) -> Iterator[None]:
-    """One part that fails leaves the others their time: the machine is lent."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        found[name] = {"error": str(error)}
-
-
 # ------------------------------------------------------------------------------- versions
 
 
-def versions(devices: list[str], work: Path, case: dict[str, Any], repeats: int) -> dict[str, Any]:
+def versions(devices: list[str], case: dict[str, Any], repeats: int) -> dict[str, Any]:
     """One configuration: a first version, one to warm up, and ``repeats`` that count."""
-    work.mkdir()
-    port_free = case.pop("session", "file")
-    session = f"file://{work}/session" if port_free == "file" else port_free
-    setup = {"session": session, **case}
+    setup = {"session": "tcp://127.0.0.1:0/two-gpus", **case}
     sends: list[dict[str, Any]] = []
     receives: list[dict[str, Any]] = []
-    with pair(devices, ("trainer", "engine"), setup) as (trainer, engine):
-        trainer.start("open")
-        trainer.answer()
-        engine.ask("open")
+    with processes(devices, ("trainer", "engine"), setup) as (trainer, engine):
+        engine.ask("open", session=trainer.ask("open"))
         for version in range(1, repeats + 3):
             wanted = trainer.ask("change", seed=version)
             engine.start("receive")
@@ -467,6 +271,8 @@ def versions(devices: list[str], work: Path, case: dict[str, Any], repeats: int)
         **case,
         "nbytes": nbytes,
         "first": sends[0]["seconds"],
+        "transfer": statistics.median(map(_transfer, counted)),
+        "lifecycle": statistics.median(s["seconds"] - _transfer(s) for s in counted),
         **rates([report["seconds"] for report in counted], nbytes),
         "send_phases": medians(counted),
         "receive_phases": medians(taken),
@@ -474,47 +280,81 @@ def versions(devices: list[str], work: Path, case: dict[str, Any], repeats: int)
     }
 
 
+def _transfer(sent: dict[str, Any]) -> float:
+    """From the first group's staging to the last credit, by the trainer's clock."""
+    return sum(sent["phases"].get(name, 0.0) for name in ("stage", "verify", "announce", "wait"))
+
+
+def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str, Any]:
+    """What others do on the same work."""
+    found: dict[str, Any] = {}
+    setup = {"model": model, "store": str(work / f"peers-{model}")}
+    nbytes = 2 * sum(int(torch.Size(shape).numel()) for shape in MODELS[model]().values())
+    with processes(devices, ("peer", "peer"), setup) as ranks:
+        for rank, process in enumerate(ranks):
+            process.start("open", rank=rank)
+        for process in ranks:
+            process.answer()
+        for how in ("per_tensor", "vllm_packed"):
+            with attempt(found, f"{model}, {how}"):
+                times = gpu_peers.measure(ranks, how, repeats)
+                found[f"{model}, {how}"] = rates(times, nbytes)
+    return found
+
+
 def cases(backends: list[str], models: list[str], group_bytes: int) -> Iterator[dict[str, Any]]:
-    base = {"master": False, "overlap": False, "verify": "sample", "group_bytes": group_bytes}
+    """What is measured: with two slots on both sides, and once with one."""
     for model in models:
-        for name in backends:
-            if name == "nccl":
-                for mode in ("p2p", "broadcast"):
-                    backend = {"backend": "nccl", "mode": mode, "bucket_bytes": 256 << 20}
-                    yield {**base, "model": model, "backend": backend}
-                yield {**base, "model": model, "backend": backend, "overlap": True}
-            else:
-                backend = {"backend": name}
-                yield {**base, "model": model, "backend": backend}
-                yield {**base, "model": model, "backend": backend, "overlap": True}
-            if model == "qwen3-8b":
-                yield {**base, "model": model, "backend": backend, "overlap": True, "master": True}
+        base = {"model": model, "master": False, "overlap": True, "verify": "sample",
+                "group_bytes": group_bytes}  # fmt: skip
+        if "nccl" in backends:
+            for mode in ("p2p", "broadcast"):
+                backend = {"backend": "nccl", "mode": mode, "bucket_bytes": 256 << 20}
+                yield {**base, "backend": backend}
+        if "nixl" in backends:
+            yield {**base, "backend": {"backend": "nixl", "zero_copy": True}}
+            yield {**base, "backend": {"backend": "nixl", "column_blocks": False}}
+            yield {**base, "backend": {"backend": "nixl"}}
+        if model == "qwen3-8b":
+            for name in backends:
+                yield {**base, "backend": {"backend": name}, "overlap": False}
+                yield {**base, "backend": {"backend": name}, "master": True}
 
 
 def show(result: dict[str, Any]) -> None:
     console = Console(width=160)
-    table = Table(title=f"ceilings, {result['ceiling_nbytes'] / 1e9:.1f} GB", title_justify="left")
+    title = f"ceilings, {result['ceiling_nbytes'] / 1e9:.1f} GB, and what others do"
+    table = Table(title=title, title_justify="left")
     for heading in ("what", "seconds", "GB/s"):
         table.add_column(heading)
-    for name, row in result["ceilings"].items():
+    for name, row in {**result["ceilings"], **result["peers"]}.items():
         if "error" in row:
             table.add_row(name, "failed", row["error"][:80])
         else:
             table.add_row(name, f"{row['seconds']:.4f}", f"{row['gbps']:.1f}")
     console.print(table)
     table = Table(title="versions, medians", title_justify="left")
-    for heading in ("model", "backend", "overlap", "master", "GB", "first s", "s", "GB/s", "path"):
+    for heading in ("model", "backend", "overlap", "master", "GB", "first s", "s", "GB/s",
+                    "lifecycle s", "transfer s", "of raw"):  # fmt: skip
         table.add_column(heading)
     for row in result["versions"]:
         shown = [row["model"], json.dumps(row["backend"]), str(row["overlap"]), str(row["master"])]
         if "error" in row:
-            table.add_row(*shown, "", "", "failed", "", row["error"][:120])
+            table.add_row(*shown, "", "", "failed", row["error"][:120])
             continue
+        raw = "nccl_broadcast" if row["backend"]["backend"] == "nccl" else "nixl_read_1"
+        rate = result["ceilings"].get(raw, {}).get("gbps", float("nan"))
         table.add_row(
             *shown, f"{row['nbytes'] / 1e9:.1f}", f"{row['first']:.2f}",
-            f"{row['seconds']:.4f}", f"{row['gbps']:.1f}", row["path"][0],
+            f"{row['seconds']:.4f}", f"{row['gbps']:.1f}", f"{row['lifecycle']:.4f}",
+            f"{row['transfer']:.4f}", f"{row['nbytes'] / row['transfer'] / 1e9 / rate:.0%}",
         )  # fmt: skip
     console.print(table)
+    for name, row in result["faults"].items():
+        console.print(f"faults, {name}: {row.get('error', 'as they should end')}")
+
+
+PARTS = ("ceilings", "versions", "peers", "faults")
 
 
 def main() -> None:
@@ -525,11 +365,12 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-8b,qwen3-30b-a3b", help=", ".join(MODELS))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--gigabytes", type=float, default=8.6, help="of the ceilings")
-    parser.add_argument("--group-bytes", type=int, default=1 << 30)
+    parser.add_argument("--group-bytes", type=int, default=4 << 30)
+    parser.add_argument("--parts", default=",".join(PARTS), help="of the benchmark, in order")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.child:
-        child(*options.child)
+        child(ROLES, *options.child)
         return
     devices = options.devices.split(",")
     nbytes = int(options.gigabytes * 1e9) // (1 << 20) << 20
@@ -538,31 +379,52 @@ def main() -> None:
         "torch": torch.__version__,
         "weightwire": weightwire.__version__,
         "ceiling_nbytes": nbytes,
+        "ceilings": {},
         "versions": [],
+        "peers": {},
+        "faults": {},
     }
 
     def keep() -> None:
         if options.out is not None:  # after each part: what was measured isn't lost
             options.out.write_text(json.dumps(result, indent=1))
 
+    models, backends = options.models.split(","), options.backends.split(",")
     with tempfile.TemporaryDirectory(prefix="weightwire-gpus-") as directory:
         work = Path(directory)
-        result["ceilings"] = ceilings(devices, nbytes, options.repeats, work)
-        keep()
-        models = options.models.split(",")
-        for number, case in enumerate(
-            cases(options.backends.split(","), models, options.group_bytes)
-        ):
-            kept = dict(case)
-            with attempt(kept, "failed"):
-                kept = versions(devices, work / str(number), dict(case), options.repeats)
-            if "failed" in kept:
-                kept["error"] = kept.pop("failed")["error"]
-            result["versions"].append(kept)
-            print(json.dumps(kept), file=sys.stderr, flush=True)
+        for part in options.parts.split(","):
+            if part == "ceilings":
+                result["ceilings"] = ceilings(devices, nbytes, options.repeats, work)
+            elif part == "versions":
+                for case in cases(backends, models, options.group_bytes):
+                    kept = dict(case)
+                    with attempt(kept, "failed"):
+                        kept = versions(devices, dict(case), options.repeats)
+                    if "failed" in kept:
+                        kept["error"] = kept.pop("failed")["error"]
+                    result["versions"].append(kept)
+                    print(json.dumps(kept), file=sys.stderr, flush=True)
+                    keep()
+            elif part == "peers":
+                for model in models:
+                    result["peers"] |= peers(devices, model, options.repeats, work)
+            elif part == "faults":
+                for backend in backends:
+                    # NCCL takes each GPU once: there a trainer has one, and its replica the other.
+                    ranks = 1 if backend == "nccl" else len(devices)
+                    name = f"{backend}, {ranks} trainer ranks"
+                    with attempt(result["faults"], name):
+                        result["faults"][name] = gpu_faults.run(
+                            devices, backend, ranks, work / f"faults-{backend}"
+                        )
+                    print(json.dumps(result["faults"][name]), file=sys.stderr, flush=True)
+            else:
+                parser.error(f"--parts {part}: there are {', '.join(PARTS)}")
             keep()
     show(result)
-    failed = [row for row in (*result["ceilings"].values(), *result["versions"]) if "error" in row]
+    named = (result["ceilings"], result["peers"], result["faults"])
+    rows = [*result["versions"], *(row for found in named for row in found.values())]
+    failed = [row for row in rows if "error" in row]
     sys.exit(1 if failed else 0)
 
 

@@ -14,13 +14,12 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
 from torch import Tensor
 
-from weightwire.digest import box_digest, sample_digests, tensor_key
+from weightwire.digest import Box, Digester, tensor_key
 
-__all__ = ["Fingerprint", "combine_fingerprints", "fingerprint_of"]
+__all__ = ["Fingerprint", "Fingerprinter", "combine_fingerprints", "fingerprint_of"]
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -35,33 +34,44 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     bits: Annotated[str, Meta(max_length=64)]
 
 
-def fingerprint_of(tensors: Mapping[str, Tensor], version: int) -> Fingerprint:
-    """Fingerprint of named tensors: ``SAMPLES`` places of each, others for each version.
+class Fingerprinter:
+    """Fingerprints of the same tensors, for one version after another.
 
-    Args:
-        tensors: of any shape, dtype and strides; read where they lie.
+    It keeps where they lie, and never their memory.
     """
-    names = sorted(tensors)
-    held = [tensors[name].detach() for name in names]
-    shown = [
-        (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.device.type)
-        for name, tensor in zip(names, held, strict=True)
-    ]
-    together: dict[torch.device, list[int]] = {}
-    digests = np.zeros(len(names), "<u8")
-    for i, tensor in enumerate(held):
-        if tensor.is_contiguous():
-            together.setdefault(tensor.device, []).append(i)
-        else:
-            digests[i] = _strided(tensor, names[i], version)
-    for chosen in together.values():
-        keys = [tensor_key(names[i]) for i in chosen]
-        found = sample_digests([held[i] for i in chosen], keys, version)
-        digests[chosen] = np.array(found, np.uint64)
-    layout, bits = _hash(), _hash()
-    layout.update(msgspec.json.encode(shown))
-    bits.update(digests.tobytes())
-    return Fingerprint(layout.hexdigest(), bits.hexdigest())
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[object, ...]] = []
+        self._layout = ""
+        self._digester = Digester([])
+
+    def of(self, tensors: Mapping[str, Tensor], version: int) -> Fingerprint:
+        """``SAMPLES`` places of each tensor, others for each version.
+
+        Args:
+            tensors: by name; of any shape, dtype and strides; read where they lie.
+        """
+        names = sorted(tensors)
+        held = [tensors[name] for name in names]
+        shown: list[tuple[object, ...]] = [
+            (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.device.type)
+            for name, tensor in zip(names, held, strict=True)
+        ]
+        if shown != self._shown:
+            layout = _hash()
+            layout.update(msgspec.json.encode(shown))
+            self._layout = layout.hexdigest()
+            self._digester = Digester([[_box(name, tensors[name]) for name in names]])
+            self._shown = shown
+        digests = self._digester.digests(0, held, "sample", version)
+        bits = _hash()
+        bits.update(np.array(digests, "<u8").tobytes())
+        return Fingerprint(self._layout, bits.hexdigest())
+
+
+def fingerprint_of(tensors: Mapping[str, Tensor], version: int) -> Fingerprint:
+    """Fingerprint of named tensors: see ``Fingerprinter.of``."""
+    return Fingerprinter().of(tensors, version)
 
 
 def combine_fingerprints(ranks: Sequence[Fingerprint | None]) -> Fingerprint | None:
@@ -79,15 +89,8 @@ def _hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=8)
 
 
-def _strided(tensor: Tensor, name: str, version: int) -> int:
-    """Of a tensor that isn't contiguous: in memory order where it is dense, else by a copy.
-
-    Two replicas of one layout have the same strides, so that the order doesn't matter.
-    """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
-    box = dense if dense.is_contiguous() else tensor.contiguous()
-    shape = tuple(box.shape)
-    offsets = (0,) * len(shape)
-    key = tensor_key(name)
-    return box_digest(box, key=key, shape=shape, offsets=offsets, verify="sample", version=version)
+def _box(name: str, tensor: Tensor) -> Box:
+    shape = tuple(tensor.shape)
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    origin = (0,) * len(shape)
+    return Box(tensor_key(name), shape, origin, shape, tensor.element_size(), strides)

@@ -38,6 +38,7 @@ __all__ = [
     "intersection",
     "lay_out",
     "owners_of",
+    "places_in",
     "runs",
     "slot_layout",
     "views",
@@ -131,6 +132,15 @@ class Place:
             for a, b in itertools.pairwise(edges)
         ]
 
+    @property
+    def folded(self) -> tuple[int, ...] | None:
+        """Its shape with the columns as (block, column), where all blocks are equally wide."""
+        edges = (0, *self.borders, self.shape[-1]) if self.borders else (0,)
+        widths = {b - a for a, b in itertools.pairwise(edges)}
+        if len(widths) != 1:
+            return None
+        return (*self.shape[:-1], len(edges) - 1, widths.pop())
+
     def tile_views(self, slot: Tensor) -> list[tuple[int, Tensor]]:
         """The tiles in ``slot``, each with its first column."""
         item = self.dtype.itemsize
@@ -173,6 +183,29 @@ def cut_out(
             for at, size, begin in zip(offsets, sizes, origin, strict=True)
         )
     ]
+
+
+def places_in(slot: Tensor, places: Sequence[Place]) -> list[Tensor]:
+    """``place.view(slot)`` of each, by one operation.
+
+    Args:
+        places: none in blocks of columns.
+    """
+    found = []
+    typed: dict[torch.dtype, Tensor] = {}
+    for place in places:
+        if place.begin + place.nbytes > slot.numel():
+            raise UnsupportedOperation(
+                f"a slot of {slot.numel()} bytes is too small for a tensor that ends at byte "
+                f"{place.begin + place.nbytes}: a transport gives what it is asked for"
+            )
+        whole = typed.get(place.dtype)
+        if whole is None:
+            size = place.dtype.itemsize
+            whole = typed[place.dtype] = slot[: slot.numel() // size * size].view(place.dtype)
+        at = whole.storage_offset() + place.begin // place.dtype.itemsize
+        found.append(whole.as_strided(place.shape, _strides(place.shape, 1), at))
+    return found
 
 
 def lay_out(parts: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[list[Place], int]:

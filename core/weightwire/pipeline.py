@@ -17,9 +17,9 @@ from torch import Tensor
 from weightwire.contract import Capabilities, ReceiverTransport, Seal
 from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
-from weightwire.digest import Verify, box_digests, tensor_key
+from weightwire.digest import Box, Digester, Verify, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
-from weightwire.layout import lay_out
+from weightwire.layout import lay_out, places_in
 from weightwire.parts import Fetched, PartDigests
 from weightwire.report import Phases
 from weightwire.staging import Scratch
@@ -80,11 +80,21 @@ class FetchPlan:
             for group in sorted(by_group)
         ]
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
-        self._keys = {r.tensor: tensor_key(table.tensors[r.tensor].name) for r in self.regions}
-        self._shapes = {r.tensor: table.tensors[r.tensor].shape for r in self.regions}
+        self._digester = Digester([self._boxes(positions) for _, positions in self._groups])
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
         self._overlap = overlap
         self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
+
+    def _boxes(self, positions: Sequence[int]) -> list[Box]:
+        found = []
+        for position in positions:
+            region, entry = (
+                self.regions[position],
+                self.table.tensors[self.regions[position].tensor],
+            )
+            key, width = tensor_key(entry.name), entry.torch_dtype.itemsize
+            found.append(Box(key, entry.shape, region.offsets, region.sizes, width))
+        return found
 
     def fetch(
         self,
@@ -104,22 +114,22 @@ class FetchPlan:
         """
         total = 0
         parts: list[PartDigests] = []
-        posted: deque[tuple[int, dict[int, Tensor], frozenset[int]]] = deque()
+        posted: deque[tuple[int, int, dict[int, Tensor], frozenset[int]]] = deque()
         upcoming = iter(range(len(self._groups)))
         for _ in self._groups:
-            for turn in itertools.islice(upcoming, len(self._scratches) - len(posted)):
-                group = self._groups[turn][0]
+            for ahead in itertools.islice(upcoming, len(self._scratches) - len(posted)):
+                group = self._groups[ahead][0]
                 watch.check(f"end of group {group}")
                 with phases.timed("wait"):
-                    memory, reused = self._memory(turn, transport, target, capabilities)
+                    memory, reused = self._memory(ahead, transport, target, capabilities)
                     transport.post(group, memory)
-                posted.append((group, memory, reused))
-            group, memory, reused = posted.popleft()
+                posted.append((ahead, group, memory, reused))
+            turn, group, memory, reused = posted.popleft()
             keep = reused if target.keeps_buffers else frozenset()
             with phases.timed("fetch"):
                 seals = transport.fetch(group, memory)
             with phases.timed("verify"):
-                arrived = self._verify(group, memory, seals, verify, version, parts)
+                arrived = self._verify(turn, memory, seals, verify, version, parts)
                 total = (total + arrived) & _MASK
             with phases.timed("replay"):
                 target.write(group, self._by_region(memory, keep))
@@ -151,8 +161,7 @@ class FetchPlan:
         if slot is None:
             scratch = self._scratches[turn % len(self._scratches)]
             slot = scratch.take(nbytes, fresh=target.keeps_buffers)
-        for position, place in zip(rest, places, strict=True):
-            memory[position] = place.view(slot)
+        memory.update(zip(rest, places_in(slot, places), strict=True))
         return memory, reused
 
     def _by_region(
@@ -166,7 +175,7 @@ class FetchPlan:
 
     def _verify(
         self,
-        group: int,
+        turn: int,
         memory: Mapping[int, Tensor],
         seals: Sequence[Seal],
         verify: Verify,
@@ -184,15 +193,10 @@ class FetchPlan:
         for seal in seals:
             for i, value in seal.digests.items():
                 expected[i] = (expected.get(i, 0) + value) & _MASK
-        regions = [self.regions[position] for position in memory]
-        arrivals = box_digests(
-            list(memory.values()),
-            [self._keys[region.tensor] for region in regions],
-            [self._shapes[region.tensor] for region in regions],
-            [region.offsets for region in regions],
-            verify,
-            version,
-        )
+        group, positions = self._groups[turn]
+        held = [memory[position] for position in positions]
+        arrivals = self._digester.digests(turn, held, verify, version)
+        regions = [self.regions[position] for position in positions]
         whole: dict[int, int] = {}
         found: dict[int, list[tuple[Region, int]]] = {}
         for region, arrived in zip(regions, arrivals, strict=True):

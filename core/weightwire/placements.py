@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightwire.errors import ConfigError
 
-__all__ = ["LocalBox", "LocalShard", "local_box"]
+__all__ = ["LocalBox", "LocalShard", "local_box", "local_part"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,22 @@ def local_box(name: str, tensor: Tensor | LocalShard) -> LocalBox:
     if _is_dtensor(tensor):
         return _shard_box(name, tensor)
     return _whole_box(name, tensor.detach())
+
+
+def local_part(tensor: Tensor | LocalShard) -> tuple[Tensor | None, object]:
+    """What lies on this rank, and how it is placed; None where that is something else.
+
+    Called without gradients: nothing is recorded.
+    """
+    if isinstance(tensor, LocalShard):
+        plain = isinstance(tensor.local, Tensor) and not _is_dtensor(tensor.local)
+        return (tensor.local if plain else None), (tuple(tensor.shape), tuple(tensor.offsets))
+    placed: object = None
+    local: Any = tensor
+    if isinstance(tensor, Tensor) and _is_dtensor(tensor):
+        placed = (tensor.shape, local.placements, local.device_mesh)
+        local = local.to_local()
+    return (local if type(local) in (Tensor, nn.Parameter) else None), placed
 
 
 def _whole_box(name: str, tensor: Tensor) -> LocalBox:

@@ -6,7 +6,9 @@ group; where a backend can take tensors where they lie, there is no slot at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -14,15 +16,15 @@ from torch import Tensor
 
 from weightwire.contract import Capabilities, Seal, SenderTransport
 from weightwire.deadline import Watch
-from weightwire.digest import Verify, box_digests, tensor_key
+from weightwire.digest import Box, Digester, Verify, tensor_key
 from weightwire.errors import PluginError, TableMismatch
 from weightwire.exchange import Exchange, ExchangePlan, Piece
-from weightwire.layout import Place, SlotLayout, cut_out, lay_out, slot_layout
+from weightwire.layout import Place, SlotLayout, cut_out, lay_out, places_in, slot_layout
 from weightwire.materialise import CheckpointTensors
 from weightwire.report import Phases
 from weightwire.staging import Scratch, Stager
 from weightwire.streaming import Stream
-from weightwire.table import TensorTable
+from weightwire.table import TensorEntry, TensorTable
 
 __all__ = ["SendPlan"]
 
@@ -56,7 +58,9 @@ class SendPlan:
                 pieces = ()
             self._groups.append((group, layout, pieces))
         self._rank = rank
-        self._keys = [tensor_key(entry.name) for entry in table.tensors]
+        self._digester: Digester | None = None
+        self._owners: list[list[int]] = []
+        self._cut: list[set[int]] = []
         self.nbytes = sum(
             place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
         )
@@ -83,7 +87,7 @@ class SendPlan:
                 a stream that yields full ones.
         """
         total = 0
-        for group, layout, pieces in self._groups:
+        for turn, (group, layout, pieces) in enumerate(self._groups):
             watch.check(f"end of group {group}")
             if not layout.places and not pieces:
                 if isinstance(tensors, Stream):
@@ -109,7 +113,7 @@ class SendPlan:
             if not layout.places:
                 continue  # this rank only gave its shards to others
             with phases.timed("verify"):
-                digests = self._digests(layout, staged, verify, version)
+                digests = self._digests(turn, layout, staged, verify, version)
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests, self._rank))
             total = (total + sum(digests.values())) & _MASK
@@ -156,12 +160,19 @@ class SendPlan:
         sources: list[Tensor] = []
         for device, values in copies.items():
             places, memory = self._memory(layout, list(values), slot, device)
+            plain = [i for i in values if not places[i].borders]
+            views = places_in(memory, [places[i] for i in plain])
+            in_rows = dict(zip(plain, views, strict=True))
             for i, value in values.items():
-                staged[i] = _as_staged(places[i], memory)
-                if value is not None:
-                    for to, source in _tiles(places[i], memory, value):
-                        destinations.append(to)
-                        sources.append(source)
+                place = places[i]
+                staged[i] = in_rows[i] if i in in_rows else place.flat(memory)
+                if value is None:
+                    continue
+                for to, source in (
+                    _tiles(place, memory, value) if place.borders else [(staged[i], value)]
+                ):
+                    destinations.append(to)
+                    sources.append(source)
         if destinations:
             self._stager.copy(destinations, sources)
         return staged
@@ -222,31 +233,44 @@ class SendPlan:
         return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
 
     def _digests(
-        self, layout: SlotLayout, staged: Mapping[int, Tensor], verify: Verify, version: int
+        self,
+        turn: int,
+        layout: SlotLayout,
+        staged: Mapping[int, Tensor],
+        verify: Verify,
+        version: int,
     ) -> dict[int, int]:
         if verify == "off":
             return {}
-        located: list[tuple[int, Tensor, tuple[int, ...]]] = []
-        for i, tensor in staged.items():
-            place, offsets = layout.places[i], layout.shards[i].offsets
-            if not place.borders:
-                located.append((i, tensor, offsets))
-                continue
-            flat = tensor.view(torch.uint8)  # only this place of the slot
-            for column, tile in replace(place, begin=0).tile_views(flat):
-                located.append((i, tile, (*offsets[:-1], offsets[-1] + column)))
-        found = box_digests(
-            [box for _, box, _ in located],
-            [self._keys[i] for i, _, _ in located],
-            [self.table.tensors[i].shape for i, _, _ in located],
-            [offsets for _, _, offsets in located],
-            verify,
-            version,
-        )
-        digests = dict.fromkeys(staged, 0)
-        for (i, _, _), value in zip(located, found, strict=True):
+        if self._digester is None:
+            # What is sampled is read by address, in whatever order it lies there.
+            one = verify == "sample"
+            held = [self._boxes(layout, one=one) for _, layout, _ in self._groups]
+            self._digester = Digester([[box for _, box in boxes] for boxes in held])
+            self._owners = [[i for i, _ in boxes] for boxes in held]
+            counts = [Counter(owners) for owners in self._owners]
+            self._cut = [{i for i, n in count.items() if n > 1} for count in counts]
+        owners = self._owners[turn]
+        boxes: list[Tensor] = []
+        for i, place in layout.places.items():
+            if i in self._cut[turn]:  # only this place of the slot
+                tiles = replace(place, begin=0).tile_views(staged[i].view(torch.uint8))
+                boxes += [tile for _, tile in tiles]
+            else:
+                boxes.append(staged[i])
+        digests = dict.fromkeys(layout.places, 0)
+        found = self._digester.digests(turn, boxes, verify, version)
+        for i, value in zip(owners, found, strict=True):
             digests[i] = (digests[i] + value) & _MASK
         return digests
+
+    def _boxes(self, layout: SlotLayout, *, one: bool) -> list[tuple[int, Box]]:
+        """A group's boxes, each with its tensor."""
+        return [
+            (i, box)
+            for i, place in layout.places.items()
+            for box in _boxes_of(place, layout.shards[i].offsets, self.table.tensors[i], one=one)
+        ]
 
     def release(self) -> None:
         """Give the staging memory back."""
@@ -263,7 +287,29 @@ def _tiles(place: Place, memory: Tensor, value: Tensor) -> list[tuple[Tensor, Te
     """Where a tensor goes in staging memory, block by block, and what goes there."""
     if not place.borders:
         return [(place.view(memory), value)]
+    folded = place.folded
+    if folded is not None:  # all blocks by one copy
+        blocks = value.unflatten(-1, folded[-2:]).movedim(-2, 0)  # type: ignore[no-untyped-call]
+        return [(place.flat(memory).view(blocks.shape), blocks)]
     return [
         (tile, value.narrow(-1, column, tile.shape[-1]))
         for column, tile in place.tile_views(memory)
     ]
+
+
+def _boxes_of(
+    place: Place, offsets: tuple[int, ...], entry: TensorEntry, *, one: bool
+) -> Iterator[Box]:
+    """What is digested of a place: its blocks of columns, or all of it as ``one`` box."""
+    key, width = tensor_key(entry.name), place.dtype.itemsize
+    folded = place.folded
+    if one and folded is not None and entry.shape[-1] == place.shape[-1]:
+        *rows, blocks, columns = folded
+        steps = [columns * math.prod(rows[dim + 1 :]) for dim in range(len(rows))]
+        strides = (*steps, columns * math.prod(rows), 1)
+        shape = (*entry.shape[:-1], blocks, columns)
+        yield Box(key, shape, (*offsets[:-1], 0, 0), folded, width, strides)
+        return
+    for tile in place.tiles():
+        at = (*offsets[:-1], offsets[-1] + tile.column) if offsets else ()
+        yield Box(key, entry.shape, at, tile.shape, width)

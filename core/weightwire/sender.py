@@ -325,7 +325,7 @@ class WeightSender(Handle):
             offering = Offering(
                 version=version,
                 table_digest=self._ours.table_digest,
-                nbytes=self._ours.table.nbytes,
+                nbytes=self._ours.nbytes,
                 senders=self._ours.transports,
                 verify=self._options.verify,
                 wait=wait,

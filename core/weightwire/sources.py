@@ -10,7 +10,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -22,7 +22,7 @@ from weightwire.conversion import ModuleViews
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch
 from weightwire.names import checkpoint_names
-from weightwire.placements import LocalBox, LocalShard, local_box
+from weightwire.placements import LocalBox, LocalShard, local_box, local_part
 from weightwire.table import DTYPES, Shard, TensorEntry, dtype_name, validate_tensor_name
 from weightwire.views import View
 
@@ -33,6 +33,7 @@ __all__ = [
     "MappingSource",
     "ModuleSource",
     "Resolved",
+    "Resolver",
     "Spec",
     "WeightSource",
     "WireRules",
@@ -206,13 +207,89 @@ class Resolved:
     stream: StreamingSource | None = None
 
 
+class Resolver:
+    """Resolves one source for every ``send`` anew.
+
+    While every tensor lies where it lay, with the same shape, strides and placement, what
+    was worked out of that still holds: then that is all that is looked at.  It keeps no
+    tensor, so that a trainer's memory is free when the trainer gives it up.
+    """
+
+    def __init__(self, source: WeightSource, rules: WireRules) -> None:
+        self._source = source
+        self._rules = rules
+        self._seen: list[tuple[object, ...]] = []
+        self._spec: Spec | None = None
+        self._given: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def resolve(self) -> Resolved:
+        """What the source holds now; see ``resolve``."""
+        tensors = self._source.tensors()
+        items = list(tensors.items())
+        with torch.no_grad():
+            looked = _look(items)
+        seen = [look for look, _ in looked]
+        spec = self._spec
+        if spec is None or seen != self._seen:
+            self._spec = None
+            found, given = _resolve(tensors, self._rules)
+            self._spec, self._given = found.spec, given
+            self._seen = [] if any(local is None for _, local in looked) else seen
+        else:
+            values = {
+                name: local.detach()
+                for (name, _), (_, local) in zip(items, looked, strict=True)
+                if name not in spec.ties and local is not None
+            }
+            found = Resolved(spec, values)
+        return replace(found, views=tuple(self._source.views(self._given)))
+
+
+def _look(
+    items: Sequence[tuple[str, Tensor | LocalShard]],
+) -> list[tuple[tuple[object, ...], Tensor | None]]:
+    """By which it shows that nothing has changed, and each tensor's local part.
+
+    What shows nothing has no local part.
+    """
+    first: dict[int, int] = {}
+    looked: list[tuple[tuple[object, ...], Tensor | None]] = []
+    for number, (name, tensor) in enumerate(items):
+        local, placed = local_part(tensor)
+        if local is None or local.is_meta or local.layout is not torch.strided:
+            looked.append(((name,), None))
+            continue
+        # Those without memory are told apart by which of them are one object.
+        at = local.data_ptr() or (first.setdefault(id(tensor), number), "empty")
+        look = (
+            name,
+            at,
+            local.shape,
+            local.stride(),
+            local.dtype,
+            local.device,
+            local.untyped_storage().nbytes(),
+            local.is_conj(),
+            local.is_neg(),
+            placed,
+        )
+        looked.append((look, local))
+    return looked
+
+
 def resolve(source: WeightSource, rules: WireRules) -> Resolved:
     """Read a source: names, shapes, wire dtypes, boxes, ties, views.
 
     Two names tie when their tensors are one object, or one piece of memory seen
     the same way; the first carries the value.
     """
-    tensors = source.tensors()
+    return Resolver(source, rules).resolve()
+
+
+def _resolve(
+    tensors: Mapping[str, Tensor | LocalShard], rules: WireRules
+) -> tuple[Resolved, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Without views; and the global shape and the dtype of each tensor."""
     if not tensors:
         raise ConfigError("the source has no tensors: is the module empty?")
     rules.check_matches(tensors)
@@ -251,7 +328,7 @@ def resolve(source: WeightSource, rules: WireRules) -> Resolved:
         wires[name] = wire
         entries.append(TensorEntry(name, box.shape, wire, (Shard(0, box.offsets, box.sizes),)))
         values[name] = box.local
-    return Resolved(Spec(tuple(entries), ties), values, tuple(source.views(given)))
+    return Resolved(Spec(tuple(entries), ties), values), given
 
 
 def _identities(tensor: Tensor | LocalShard, box: LocalBox) -> list[tuple[object, ...]]:

@@ -72,19 +72,25 @@ class Stager:
         routes: dict[tuple[torch.device, torch.device], list[int]] = {}
         for i, (to, source) in enumerate(zip(destinations, sources, strict=True)):
             routes.setdefault((source.device, to.device), []).append(i)
-        events = []
-        for (here, there), chosen in routes.items():
-            into, of = [destinations[i] for i in chosen], [sources[i] for i in chosen]
-            if here.type == there.type == "cuda":
-                events.append(self._on_side_stream(there, into, of))
-            elif there.type == "cuda":
-                self._upload(there, into, of)
-            elif here.type == "cuda":
-                self._download(here, into, of)
-            else:
-                copy_all(into, of)
-        for event in events:
-            event.synchronize()
+        try:
+            events = []
+            for (here, there), chosen in routes.items():
+                into, of = [destinations[i] for i in chosen], [sources[i] for i in chosen]
+                if here.type == there.type == "cuda":
+                    events.append(self._on_side_stream(there, into, of))
+                elif there.type == "cuda":
+                    self._upload(there, into, of)
+                elif here.type == "cuda":
+                    self._download(here, into, of)
+                else:
+                    copy_all(into, of)
+            for event in events:
+                event.synchronize()
+        except BaseException:
+            # What takes part is held by the caller, and only until this call ends.
+            for stream in self._streams.values():
+                stream.synchronize()
+            raise
 
     def release(self) -> None:
         """Give the pinned memory back."""
@@ -101,9 +107,6 @@ class Stager:
             copy_all(into, of, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             event.record(stream)
-        for tensor in (*into, *of):
-            if tensor.device.type == "cuda":
-                tensor.record_stream(stream)  # freed meanwhile, it isn't reused too early
         return event
 
     def _bounce(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:

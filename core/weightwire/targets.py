@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from weightwire.copying import copy_all
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
-from weightwire.fingerprint import Fingerprint, fingerprint_of
+from weightwire.fingerprint import Fingerprint, Fingerprinter
 from weightwire.layout import cut_out
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
@@ -157,6 +158,7 @@ class MappingTarget(WeightTarget):
         self._program: Program | None = None
         self._run: Run | None = None
         self._written = False
+        self._fingerprinter = Fingerprinter()
 
     def current(self) -> Mapping[str, Tensor]:
         """The tensors to fill, as they are now."""
@@ -234,15 +236,19 @@ class MappingTarget(WeightTarget):
         return first
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
-        with torch.no_grad():
-            for region, value in tensors.items():
-                if self._landed.pop(id(value), None) is value:
-                    continue  # it is where it belongs, and belongs nowhere else
-                for whole in self._destinations.get(region.tensor, ()):
-                    place = _box_of(whole, region)
-                    if not _same_memory(place, value):
-                        self._written = True
-                        place.copy_(value)
+        places: list[Tensor] = []
+        values: list[Tensor] = []
+        for region, value in tensors.items():
+            if self._landed.pop(id(value), None) is value:
+                continue  # it is where it belongs, and belongs nowhere else
+            for whole in self._destinations.get(region.tensor, ()):
+                place = _box_of(whole, region)
+                if not _same_memory(place, value):
+                    places.append(place)
+                    values.append(value)
+        if places:
+            self._written = True
+            copy_all(places, values)
         if self._run is not None:
             self._written = True
             self._run.feed(
@@ -262,7 +268,7 @@ class MappingTarget(WeightTarget):
             for i, places in self._destinations.items()
             for number, place in enumerate(places)
         }
-        return fingerprint_of(filled, version)
+        return self._fingerprinter.of(filled, version)
 
     def rollback(self, error: BaseException) -> bool:
         return not self._written

@@ -20,7 +20,7 @@ from weightwire.send_plan import SendPlan
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Member
 from weightwire.session.session import Session, blob_digest
-from weightwire.sources import Resolved, Spec, WeightSource, WireRules, resolve
+from weightwire.sources import Resolved, Resolver, Spec, WeightSource, WireRules
 from weightwire.streaming import Stream, StreamingSource, refuse_lockstep
 from weightwire.table import TensorTable
 from weightwire.tables import build_table, merge_views
@@ -61,6 +61,7 @@ class TrainerRank:
 
     Attributes:
         table: of all ranks' sources as they were last resolved.
+        nbytes: payload of a version of that table.
         transports: what each rank's transport said of itself for that table.
     """
 
@@ -82,6 +83,7 @@ class TrainerRank:
         self._transport = transport
         self._source = source
         self._rules = rules
+        self._resolver = Resolver(source, rules)
         self._options = options
         self._watch = watch
         self._plan: SendPlan | None = None
@@ -96,6 +98,7 @@ class TrainerRank:
         self._digests: tuple[str, ...] = ()
         self.table: TensorTable | None = None
         self.table_digest = ""
+        self.nbytes = 0
         self.transports: tuple[bytes, ...] = ()
 
     def arrive(
@@ -140,7 +143,7 @@ class TrainerRank:
         refuse_lockstep(self._source, self._backend, self._options.world_size)
         if isinstance(self._source, StreamingSource):
             return self._source.resolve(self._rules)
-        return resolve(self._source, self._rules)
+        return self._resolver.resolve()
 
     def _publish_spec(self, resolved: Resolved) -> str:
         """Put what this rank holds where the others find it; returns its digest."""
@@ -217,7 +220,7 @@ class TrainerRank:
                 )
         self.table_digest = ""
         self._transport.set_table(table)
-        self.table, self.table_digest = table, digest
+        self.table, self.table_digest, self.nbytes = table, digest, table.nbytes
 
     def _opened(self, resolved: Resolved) -> CheckpointTensors | Stream:
         if resolved.stream is None:

@@ -11,14 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightwire.digest import (
-    SAMPLES,
-    _gather_on_device,
-    box_digest,
-    sample_digests,
-    sample_places,
-    tensor_key,
-)
+from weightwire.digest import SAMPLES, Box, Digester, box_digest, tensor_key
+from weightwire.sampling import _GpuPlaces, _Group, sample_places
 from weightwire.table import DTYPES
 
 MASK = (1 << 64) - 1
@@ -56,6 +50,31 @@ def digest(tensor, shape=None, offsets=None, *, key=None, verify="full", version
         verify=verify,
         version=version,
     )
+
+
+def described(tensor, key, shape=None, offsets=None) -> Box:
+    sizes = tuple(tensor.shape)
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    origin = (0,) * len(sizes)
+    return Box(key, shape or sizes, offsets or origin, sizes, tensor.element_size(), strides)
+
+
+def sample_digests(tensors, keys, version) -> list[int]:
+    boxes = [described(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+    return Digester([boxes]).digests(0, tensors, "sample", version)
+
+
+def on_a_device(groups: list[list[Box]], tensors: list[list[torch.Tensor]], version) -> list[int]:
+    """The way of GPUs, which needs none to be right."""
+    places = _GpuPlaces([box for boxes in groups for box in boxes], torch.device("cpu"))
+    found, first = [], 0
+    for boxes, held in zip(groups, tensors, strict=True):
+        sums = np.zeros(len(boxes), np.uint64)
+        for run in _Group(boxes).runs(held):
+            sums[run.rows] = places.sums(run, first, version)
+        found += sums.tolist()
+        first += len(boxes)
+    return found
 
 
 def random_tensor(shape: tuple[int, ...], name: str, seed: int) -> torch.Tensor:
@@ -215,21 +234,71 @@ def test_samples_of_many_tensors_together_are_those_of_each(parts, version):
     ]
 
 
-def test_what_is_gathered_on_a_device_is_what_is_gathered_here():
-    """The way of GPUs, which needs none to be right: one gather for a storage's tensors."""
-    slot = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)
-    parts = [
-        slot[64:4160].view(torch.int16),
-        slot[4160:20544].view(torch.int64),
-        slot[20544:].view(torch.int16)[3:5000],
-        torch.arange(300, dtype=torch.int32)[7:],
-    ]
-    generator = np.random.default_rng(0)
-    places = [generator.permutation(part.numel())[:200] for part in parts]
-    expected = np.concatenate(
-        [part.numpy()[at].astype(np.int64) for part, at in zip(parts, places, strict=True)]
-    )
-    assert (_gather_on_device(parts, places).view(np.int64) == expected).all()
+@FAST
+@given(st.lists(st.tuples(shapes, dtypes, seeds, st.data()), min_size=1, max_size=6), st.data())
+def test_boxes_together_here_and_on_a_device_give_what_each_gives_alone(parts, data):
+    version = 5
+    tensors, boxes, expected = [], [], []
+    for number, (shape, dtype, seed, inner) in enumerate(parts):
+        whole = random_tensor(shape, dtype, seed)
+        spans = [sorted(inner.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+        offsets = tuple(a for a, _ in spans)
+        box = whole[tuple(slice(a, b) for a, b in spans)] if shape else whole
+        if inner.draw(st.booleans()):
+            box = box.contiguous()
+        key = tensor_key(f"w{number}")
+        tensors.append(box)
+        boxes.append(described(box, key, shape, offsets))
+        expected.append(
+            digest(box.contiguous(), shape, offsets, key=key, verify="sample", version=version)
+        )
+    at = data.draw(st.integers(0, len(boxes)))
+    groups = [boxes[:at], boxes[at:]]
+    held = [tensors[:at], tensors[at:]]
+    digester = Digester(groups)
+    for _ in range(2):  # prepared, and as it was prepared
+        assert [
+            value
+            for group in range(2)
+            for value in digester.digests(group, held[group], "sample", version)
+        ] == expected
+    assert on_a_device(groups, held, version) == expected
+
+
+def test_large_tensors_give_the_same_on_a_device():
+    tensors = [random_tensor((1000, 77 + i), "bfloat16", i) for i in range(3)]
+    keys = [tensor_key(f"w{i}") for i in range(3)]
+    boxes = [described(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+    for version in (1, 1 << 40):
+        expected = [
+            digest(tensor, key=key, verify="sample", version=version)
+            for tensor, key in zip(tensors, keys, strict=True)
+        ]
+        assert sample_digests(tensors, keys, version) == expected
+        assert on_a_device([boxes], [tensors], version) == expected
+
+
+def test_a_digester_follows_its_boxes_to_other_memory():
+    tensors = [random_tensor((40, 40), "float32", seed) for seed in range(4)]
+    digester = Digester([[described(tensors[0], tensor_key("w"))]])
+    for tensor in tensors:
+        assert digester.digests(0, [tensor], "sample", 1) == [digest(tensor, verify="sample")]
+    kept = tensors[3]
+    kept[3:] += 1
+    assert digester.digests(0, [kept], "sample", 1) == [digest(kept, verify="sample")]
+
+
+def test_more_groups_than_places_are_held_for_are_digested_one_after_the_other(monkeypatch):
+    monkeypatch.setattr("weightwire.sampling._ROWS", 3)
+    tensors = [random_tensor((20 + i, 30), "bfloat16", i) for i in range(7)]
+    groups = [tensors[:2], tensors[2:4], [], tensors[4:5], tensors[5:]]
+    keys = {id(tensor): tensor_key(f"w{i}") for i, tensor in enumerate(tensors)}
+    digester = Digester([[described(t, keys[id(t)]) for t in group] for group in groups])
+    for version in (1, 2):
+        for number in (0, 1, 2, 3, 4, 1):
+            assert digester.digests(number, groups[number], "sample", version) == [
+                digest(t, key=keys[id(t)], verify="sample", version=version) for t in groups[number]
+            ]
 
 
 def test_many_small_tensors_of_all_widths_are_digested_as_each_alone():

@@ -64,7 +64,7 @@ class _End:
         self.channels = tuple(channels)
         self.staging = staging
         self._policy = Policy(0, 0)
-        self._direct: list[tuple[Work, tuple[int, ...]]] = []
+        self._direct: list[tuple[Wire, Work, tuple[int, ...]]] = []
 
     def start(self, policy: Policy) -> None:
         self._policy = policy
@@ -86,8 +86,10 @@ class _End:
 
     def _finish_messages(self) -> None:
         direct, self._direct = self._direct, []
-        for work, peers in direct:
-            self.epoch.complete(work, *peers)
+        last = {id(wire): number for number, (wire, _, _) in enumerate(direct)}
+        for number, (wire, work, peers) in enumerate(direct):
+            if not wire.in_order or number == last[id(wire)]:
+                self.epoch.complete(work, *peers)
         self.staging.drain()
         self.epoch.payload.flush()
 
@@ -166,13 +168,14 @@ class Owner(_End):
         as_it_lies = _travels(boxes, self.epoch.device)
         data = raw_bytes(boxes[0]) if as_it_lies else self.staging.pack(boxes, message.nbytes)
         self.sent_nbytes += data.numel()
+        wire = channel.wire or self.epoch.payload
         with self.epoch.translated(*channel.readers):
             if channel.wire is not None:
-                work = channel.wire.broadcast(data, 0)
+                work = wire.broadcast(data, 0)
             else:
-                work = self.epoch.payload.send(data, channel.readers[0], _PAYLOAD)
+                work = wire.send(data, channel.readers[0], _PAYLOAD)
         if as_it_lies:
-            self._direct.append((work, channel.readers))
+            self._direct.append((wire, work, channel.readers))
         else:
             self.staging.when_settled(partial(self.epoch.complete, work, *channel.readers))
 
@@ -268,13 +271,14 @@ class Reader(_End):
         in_place = _travels(boxes, self.epoch.device)
         data = raw_bytes(boxes[0]) if in_place else self.staging.land(message.nbytes)
         others = (channel.owner, *(r for r in channel.readers if r != self.epoch.rank))
+        wire = channel.wire or self.epoch.payload
         with self.epoch.translated(*others):
             if channel.wire is not None:
-                work = channel.wire.broadcast(data, 0)
+                work = wire.broadcast(data, 0)
             else:
-                work = self.epoch.payload.recv(data, channel.owner, _PAYLOAD)
+                work = wire.recv(data, channel.owner, _PAYLOAD)
         if in_place:
-            self._direct.append((work, others))
+            self._direct.append((wire, work, others))
         else:
             self.staging.when_settled(partial(self._take, work, others, data, boxes))
 

@@ -34,7 +34,7 @@ _QUIET = {
 }
 _environment = threading.Lock()
 _FIRST_PAUSE = 0.00002
-_LAST_PAUSE = 0.001
+_LAST_PAUSE = 0.0002  # a group takes a few milliseconds
 
 
 def gpu_here(library: str, device: torch.device) -> tuple[int | None, str, str]:
@@ -71,6 +71,8 @@ class NcclWire(Wire):
         store: a torch store of this group alone.
         device: this process's GPU.
     """
+
+    in_order = True  # a group that is connected eagerly has one stream for all of them
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         from torch.distributed import ProcessGroupNCCL

@@ -56,7 +56,7 @@ class Staging:
         into = host if elsewhere and host is not None else place
         if len(boxes) == 1:
             into.view(boxes[0].dtype).view(boxes[0].shape).copy_(boxes[0])
-        elif elsewhere or host is None:
+        elif all(box.device == into.device for box in boxes):
             torch.cat([raw_bytes(box.contiguous()) for box in boxes], out=into)
         else:
             parts = torch.split(into, [box.numel() * box.element_size() for box in boxes])

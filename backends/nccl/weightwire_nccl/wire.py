@@ -37,9 +37,12 @@ class Wire(ABC):
 
     Attributes:
         device: where its tensors lie.
+        in_order: operations end in the order in which they were posted, whoever their
+            peers are: one that has ended shows that all before it have.
     """
 
     device: torch.device
+    in_order = False
 
     @abstractmethod
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:

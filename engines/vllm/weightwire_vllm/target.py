@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.errors import HandleError
-from weightwire.fingerprint import Fingerprint, fingerprint_of
+from weightwire.fingerprint import Fingerprint, Fingerprinter
 from weightwire.targets import WeightTarget
 from weightwire.trace import Program, Run, compile_tape
 from weightwire_vllm import compat
@@ -81,6 +81,7 @@ class VllmTarget(WeightTarget):
         self._plan: _Plan | None = None
         self._update: _Update | None = None
         self._spare: dict[int, list[torch.UntypedStorage]] = {}
+        self._fingerprinter = Fingerprinter()
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
 
@@ -168,7 +169,8 @@ class VllmTarget(WeightTarget):
             for name, parameter in self._model.named_parameters()
             if parameter.numel() and not parameter.is_meta
         }
-        return fingerprint_of({**parameters, **compat.absorbed_weights(self._model)}, version)
+        held = {**parameters, **compat.absorbed_weights(self._model)}
+        return self._fingerprinter.of(held, version)
 
     def rollback(self, error: BaseException) -> bool:
         """Forget an update, so that the engine can run again.
