@@ -37,7 +37,8 @@ class SessionStore(ABC):
         """Replace the value at ``key``: readers see the old one or the new one, whole.
 
         Args:
-            durable: if False, the value may be lost with the machine (leases).
+            durable: if False, the value may be lost with the machine, and a day after it was
+                written last (leases).
         """
 
     @abstractmethod

@@ -16,9 +16,7 @@ behind in the call that hangs; it is a daemon, so that the process can end.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import ipaddress
 import logging
 import queue
 import socket
@@ -34,6 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 from weightwire.deadline import Deadline, patience
 from weightwire.errors import ConfigError, SessionError
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
+from weightwire.session.urls import is_loopback, without_credentials
 
 __all__ = ["TcpScheme", "TcpStore"]
 
@@ -312,7 +311,7 @@ class TcpScheme(SessionScheme):
         text = url.geturl()
         if "@" in url.netloc:
             raise ConfigError(
-                f"session URL tcp://...@{url.netloc.rpartition('@')[2]} has a user or password: "
+                f"session URL {without_credentials(url)} has a user or password: "
                 "leave it out, and set WEIGHTWIRE_TOKEN"
             )
         try:
@@ -329,17 +328,9 @@ class TcpScheme(SessionScheme):
                 f"session URL {text!r} has port 0, which only the sender that serves it may "
                 "choose: write the port that it got (sender.session_url)"
             )
-        if not request.authenticated and not _is_loopback(host):
+        if not request.authenticated and not is_loopback(host):
             raise ConfigError(
                 f"session URL {text!r} is open to the network: set WEIGHTWIRE_TOKEN on all "
                 "members, or use a loopback address"
             )
         return TcpStore(host, port, name, serve=request.serve, deadline=request.deadline)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
