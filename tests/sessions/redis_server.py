@@ -84,7 +84,14 @@ class RedisServer:
                 time.sleep(0.01)
 
     def signal(self, number: int) -> None:
+        """Send a signal; one that stops it has done so on return."""
         self.process.send_signal(number)
+        while number == signal.SIGSTOP and self._runs():
+            time.sleep(0.001)
+
+    def _runs(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return any(task.read_text().rpartition(")")[2].split()[0] != "T" for task in tasks)
 
     def stop(self) -> None:
         """In good order: what it is to keep is kept."""

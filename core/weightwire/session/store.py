@@ -43,7 +43,11 @@ class SessionStore(ABC):
 
     @abstractmethod
     def create(self, key: str, value: bytes) -> bool:
-        """Set ``key`` only if it is absent; of several callers exactly one gets True."""
+        """Set ``key`` only if it is absent; of several callers exactly one gets True.
+
+        Args:
+            value: UTF-8 text, as every record is.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> None:

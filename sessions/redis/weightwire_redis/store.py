@@ -3,7 +3,7 @@
 ::
 
     weightwire:NAME                which records are its own: a random identity
-    weightwire:NAME:ID/KEY         a record, see ``values``; a lease expires (``LEASE_KEPT``)
+    weightwire:NAME:ID/KEY         a record, see ``marks``; a lease expires (``LEASE_KEPT``)
     weightwire:NAME:ID:records     a sorted set: the keys of all records
     weightwire:NAME:ID:leases      likewise, of those that may be lost
     weightwire:NAME:ID:writes      how many writes there were, leases apart
@@ -31,17 +31,10 @@ from typing import Any, TypeVar
 from weightwire.deadline import Deadline, patience
 from weightwire.errors import SessionError
 from weightwire.session import SessionStore
+from weightwire.session.marks import MARK, MAX_VALUE, mark, seal_value
 from weightwire_redis.address import Address
 from weightwire_redis.connection import Command, Connections, Link, Unreachable
-from weightwire_redis.values import (
-    MARK,
-    MAX_VALUE,
-    mark,
-    open_value,
-    read_identity,
-    read_number,
-    seal_value,
-)
+from weightwire_redis.values import read_identity, read_number, read_record
 
 __all__ = ["RedisStore"]
 
@@ -97,11 +90,11 @@ class RedisStore(SessionStore):
             ("ZSCORE", self._records, key),
         ]
         value, listed = self._run("read", key, lambda link: self._look(link, wanted))
-        record = open_value(key, value)
+        record = read_record(key, value)
         if record is None and listed is not None:
             # It may have been written, or deleted, between the two.
             value, listed = self._run("read", key, lambda link: self._transact(link, wanted))
-            record = open_value(key, value)
+            record = read_record(key, value)
         if record is None and listed is not None:
             raise SessionError(
                 f"session {self.url} lost record {key!r}: Redis evicted it, or somebody deleted "
