@@ -12,7 +12,7 @@ ENV := HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/vllm_requirements.py
+$(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/install_redis.sh scripts/vllm_requirements.py
 	scripts/setup.sh
 
 demo: setup

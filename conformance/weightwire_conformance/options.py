@@ -2,7 +2,7 @@
 
 This module is a ``pytest11`` entry point and so part of every pytest run beside
 an installed weightwire: it imports nothing but pytest's own types, and without
-``--weightwire-backend`` it does nothing.
+``--weightwire-backend`` or ``--weightwire-store`` it does nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="NAME",
         help="a backend to prove; may be given several times",
+    )
+    group.addoption(
+        "--weightwire-store",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="where session stores to prove can be made; may be given several times",
     )
     group.addoption(
         "--weightwire-option",
@@ -86,3 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from weightwire_conformance.plugin import ConformancePlugin
 
         config.pluginmanager.register(ConformancePlugin(config), "weightwire-conformance-run")
+    if config.getoption("--weightwire-store"):
+        from weightwire_conformance.store_rig import StoresPlugin
+
+        config.pluginmanager.register(StoresPlugin(config), "weightwire-stores-run")

@@ -53,7 +53,8 @@ def open_sender(
 
     Args:
         backend: a name, ``{"backend": name, **options}``, or ``(name, config)``.
-        session: URL of the session: ``file:///shared/run42``, ``tcp://host:port/run42``.
+        session: URL of the session: ``file:///shared/run42``, ``tcp://host:port/run42``,
+            ``redis://host/run42``.
         source: module, mapping of names to tensors, or ``WeightSource``.
         rank, world_size: this rank among the trainer's; by default the only one.
         group: a process group to take rank and world size from; it isn't used otherwise.

@@ -58,7 +58,14 @@ class Child:
         self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
+        """Send a signal; one that stops it has done so on return."""
         self.process.send_signal(number)
+        while number == signal.SIGSTOP and self._runs():
+            time.sleep(0.001)
+
+    def _runs(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return any(task.read_text().rpartition(")")[2].split()[0] != "T" for task in tasks)
 
     def end(self, seconds: float = 30) -> int:
         """Close its input and wait for it."""

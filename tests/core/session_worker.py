@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -34,34 +33,6 @@ def serve(url: str, token: str | None = None) -> None:
     session = open_session(url, serve=True, token=token)
     say(url=session.url, id=session.id, pid=os.getpid())
     wait_for_line()
-    session.close()
-
-
-def race(url: str, keys: int, me: int) -> None:
-    """Create every key at the same time as others do, and say which were ours."""
-    session = open_session(url)
-    say(ready=True)
-    wait_for_line()
-    won = [i for i in range(keys) if session.create(f"race/{i}", Lease(me))]
-    say(won=won)
-    session.close()
-
-
-def overwrite(url: str, rounds: int, size: int) -> None:
-    """Replace one value again and again; each is a letter repeated."""
-    session = open_session(url)
-    say(ready=True)
-    for i in range(rounds):
-        session.store.put("torn", bytes([97 + i % 26]) * (size + i % 7))
-    say(done=True)
-    session.close()
-
-
-def blob(url: str, size: int) -> None:
-    """Store a large blob and say under which digest."""
-    session = open_session(url)
-    payload = hashlib.shake_256(b"blob").digest(size)
-    say(digest=session.put_blob(payload), sha=hashlib.sha256(payload).hexdigest())
     session.close()
 
 

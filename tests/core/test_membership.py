@@ -15,6 +15,7 @@ from weightwire.session import membership, process
 from weightwire.session.lease import LeaseKeeper, LeaseObserver, Member
 from weightwire.session.records import Closed, Lease, MemberRecord, RankReport
 from weightwire.session.session import Session
+from weightwire.session.silence import Silence
 from weightwire.waiting import drive
 
 SENDER = {"kind": "senders", "member_id": "sender"}
@@ -203,14 +204,74 @@ def test_a_member_is_dead_when_its_counter_stood_still_for_its_lease(session):
     assert observer.is_alive(member)
 
 
-def test_a_counter_that_starts_again_still_counts_as_a_change(session):
+@pytest.mark.parametrize("how", ["expires", "is put back"])
+def test_a_lease_that_goes_or_falls_back_is_no_sign_of_life(session, how):
+    """Stores may drop a lease, or come back with an older one; so may whoever replays one."""
     member, clock = remote(session), Clock()
     observer = LeaseObserver(session, clock)
+    session.write(member.key("lease"), Lease(6))
+    older = session.store.get(member.key("lease"))
     session.write(member.key("lease"), Lease(7))
-    observer.is_alive(member)
-    clock.now += 3
+    assert observer.is_alive(member)
+    clock.now += 1.5
+    if how == "expires":
+        session.delete(member.key("lease"))
+    else:
+        session.store.put(member.key("lease"), older)
+    assert observer.is_alive(member)
+    clock.now += 1
+    assert not observer.is_alive(member)
+    session.write(member.key("lease"), Lease(8))
+    assert observer.is_alive(member)
+
+
+def test_time_in_which_the_session_did_not_answer_counts_against_nobody(session, monkeypatch):
+    member, clock = remote(session), Clock()
+    session.silence = Silence(clock)
+    observer = LeaseObserver(session, clock)
     session.write(member.key("lease"), Lease(1))
     assert observer.is_alive(member)
+    get = session.store.get
+
+    def away(key):
+        raise SessionError("away")
+
+    clock.now += 0.5
+    monkeypatch.setattr(session.store, "get", away)
+    for _ in range(3):
+        with pytest.raises(SessionError, match="away"):
+            observer.is_alive(member)
+        clock.now += 10
+
+    def slow(key):
+        monkeypatch.setattr(session.store, "get", get)
+        clock.now += 5
+        return get(key)
+
+    monkeypatch.setattr(session.store, "get", slow)
+    assert observer.is_alive(member)  # half a second of its two are used, and no more
+    clock.now += 1.5
+    assert observer.is_alive(member)
+    clock.now += 0.1
+    assert not observer.is_alive(member)
+
+
+def test_a_session_that_never_answers_in_time_does_not_hide_a_loss_for_ever(session, monkeypatch):
+    member, clock = remote(session), Clock()
+    session.silence = Silence(clock)
+    observer = LeaseObserver(session, clock)
+    session.write(member.key("lease"), Lease(1))
+    get = session.store.get
+
+    def slow(key):
+        clock.now += 3
+        return get(key)
+
+    monkeypatch.setattr(session.store, "get", slow)
+    assert observer.is_alive(member)
+    for _ in range(30):
+        alive = observer.is_alive(member)
+    assert not alive
 
 
 def test_a_member_that_never_renewed_gets_one_lease_of_time(session):

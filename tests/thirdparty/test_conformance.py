@@ -1,4 +1,4 @@
-"""The conformance kit proves the third party's backend, without an edit to either."""
+"""The conformance kit proves the third party's backend and store, without an edit to any."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def test_acme_is_green(site: Path) -> None:
         re.search("needs live receivers|has no option 'zero_copy'", outcomes[name]["reason"])
         for name in unsupported
     )
+
+
+def test_sqlite_keeps_what_a_store_promises(site: Path, tmp_path: Path) -> None:
+    store = f"sqlite://{tmp_path}/{{}}.db"
+    done = weightwire("conformance", "--store", store, "--json", sites=(site,))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results["counts"]["FAILED"] == 0
+    assert results["counts"]["passed"] == len(results["stores"][store]) > 40
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""``weightwire conformance``: prove backends with every scenario of the kit."""
+"""``weightwire conformance``: prove backends, or session stores, with all of the kit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from weightwire.errors import BackendNotFound, BackendUnavailable
+from weightwire.errors import BackendNotFound, BackendUnavailable, ConfigError
 from weightwire.plugins import registry
 
 __all__ = ["conformance"]
@@ -27,8 +27,16 @@ _EXIT_CODES = {_INTERRUPTED: 130, _USAGE: 2, _NOTHING_RUN: 2}
 
 def conformance(
     backends: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="Backends to prove.", show_default=False)
-    ],
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Backends to prove.", show_default=False),
+    ] = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Prove a session store instead: where sessions can be made, {} for their names.",
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Each scenario's smallest case, and no soaks.")
     ] = False,
@@ -70,8 +78,12 @@ def conformance(
 ) -> None:
     """Run every scenario over each backend, with real processes, and show the matrix.
 
+    With --store: every promise of a session store, over the scheme of each URL.
     Exit code 1 when anything FAILED.
     """
+    if bool(backends) == bool(store):
+        raise ConfigError("name backends, or stores by --store URL: one of the two")
+    backends = backends or []
     if importlib.util.find_spec("pytest") is None:
         raise BackendUnavailable(f"the conformance kit needs pytest: {_INSTALL}")
     try:
@@ -81,6 +93,7 @@ def conformance(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(_EXIT_CODES[_USAGE]) from None
     arguments = [f"--weightwire-backend={name}" for name in backends]
+    arguments += [f"--weightwire-store={url}" for url in store or ()]
     arguments += [f"--weightwire-option={text}" for text in option or ()]
     arguments += [f"--weightwire-xfail={path.absolute()}" for path in xfail or ()]
     arguments += [
@@ -98,8 +111,9 @@ def conformance(
             arguments.append(f"{flag}={path.absolute()}")
     if junit is not None:
         arguments.append(f"--junitxml={junit.absolute()}")
-    code = _run(arguments, as_json=as_json)
-    if code == _NOTHING_RUN and select:
+    suite = "weightwire_conformance.stores" if store else "weightwire_conformance"
+    code = _run(suite, arguments, as_json=as_json)
+    if code == _NOTHING_RUN and select and not store:
         near = ", ".join(_nearest(select))
         print(f"no scenario fits -k {select!r}: the nearest are {near}", file=sys.stderr)
     raise typer.Exit(_EXIT_CODES.get(code, code))
@@ -119,14 +133,14 @@ def _refuse_unknown(name: str) -> None:
         registry().backend(name)
 
 
-def _run(arguments: list[str], *, as_json: bool) -> int:
+def _run(suite: str, arguments: list[str], *, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="weightwire-conformance-") as directory:
         # Away from any project's own pytest configuration.
         configuration = Path(directory) / "pytest.ini"
         configuration.write_text("[pytest]\n")
         results = Path(directory) / "results.json"
         command = [
-            *(sys.executable, "-m", "pytest", "--pyargs", "weightwire_conformance"),
+            *(sys.executable, "-m", "pytest", "--pyargs", suite),
             *("-c", str(configuration), "--rootdir", directory, "-p", "no:cacheprovider"),
             *("-q", "--no-header", "-r", "N", "--import-mode=importlib"),
             *arguments,

@@ -22,7 +22,8 @@ __all__ = ["inspect"]
 
 def inspect(
     session: Annotated[
-        str, typer.Argument(help="Session URL: file:///dir or tcp://host:port/name.")
+        str,
+        typer.Argument(help="Session URL: file:///dir, tcp://host:port/name or redis://host/name."),
     ],
     watch: Annotated[bool, typer.Option("--watch", help="Redraw until interrupted.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,

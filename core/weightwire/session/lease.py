@@ -25,6 +25,9 @@ _LOOK_REST = 10.0
 """A slow session is looked at less often: this many times the last look's own time apart."""
 
 
+_MOST_SILENCE = 60.0
+"""Seconds of a session's silence that don't count: one that is always slow must not hide a loss."""
+
 _LAST_WORDS = 1.0
 """Seconds for reading what a rank 0 that has gone has said last."""
 
@@ -50,12 +53,16 @@ class Member:
 
 
 class LeaseObserver:
-    """Judges members by the change of their lease's counter."""
+    """Judges members by the rise of their lease's counter.
+
+    Only a rise is a sign of life: a lease that is gone, or was put back, is none.  Time in
+    which the session didn't answer counts against nobody, since nobody could renew then.
+    """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        self._seen: dict[tuple[str, int], tuple[int, float]] = {}
+        self._seen: dict[tuple[str, int], tuple[int, float, float]] = {}
         self._confirmed: set[tuple[str, int]] = set()
 
     def is_alive(self, member: Member) -> bool:
@@ -67,16 +74,17 @@ class LeaseObserver:
             self._seen.pop(place, None)
             self._confirmed.discard(place)
             return False
-        lease = self._session.read(member.key("lease"), Lease)
+        lease = self._session.read(member.key("lease"), Lease, ordered=False)
         counter = lease.counter if lease is not None else -1
-        now = self._clock()
+        now, silence = self._clock(), self._session.silence.seconds
         known = self._seen.get(place)
-        if known is None or known[0] != counter:
-            self._seen[place] = (counter, now)
+        if known is None or counter > known[0]:
+            self._seen[place] = (counter, now, silence)
             if known is not None or process.is_here(member.record.process):
                 self._confirmed.add(place)
             return True
-        return now - known[1] <= member.record.lease_ttl
+        silent = min(silence - known[2], _MOST_SILENCE)
+        return now - known[1] - silent <= member.record.lease_ttl
 
     def why_gone(self, member: Member) -> str:
         """How it was noticed that a member isn't alive: for a message, in brackets."""

@@ -14,7 +14,9 @@ from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session import keys
 from weightwire.session.freshness import Freshness
 from weightwire.session.records import Codec, Record, SessionRecord
+from weightwire.session.silence import Silence
 from weightwire.session.store import OpenRequest, PartOfStore, SessionStore
+from weightwire.session.urls import shown
 
 __all__ = ["Session", "TOKEN_VARIABLE", "blob_digest"]
 
@@ -32,15 +34,15 @@ def _split(url: object) -> SplitResult:
         parts = None
     if parts is None or not parts.scheme:
         raise ConfigError(
-            f"session {url!r} is no URL: write file:///directory or tcp://host:port/name"
+            f"session {shown(url)} is no URL: write file:///directory or tcp://host:port/name"
         )
     if any("\ud800" <= character <= "\udfff" for character in str(url)):
         raise ConfigError(
-            f"session URL {url!r} isn't valid Unicode: write other bytes as %xx escapes"
+            f"session URL {shown(url)} isn't valid Unicode: write other bytes as %xx escapes"
         )
     if parts.query or parts.fragment:
         raise ConfigError(
-            f"session URL {url!r} has a '?' or '#', which would cut it short: "
+            f"session URL {shown(url)} has a '?' or '#', which would cut it short: "
             "write %3F or %23 instead"
         )
     return parts
@@ -58,6 +60,7 @@ class Session:
     def __init__(self, store: SessionStore, token: str | None, *, read_only: bool = False) -> None:
         self.store = store
         self._token = token
+        self.silence = Silence()
         self._read_only = read_only
         self._codec = Codec(token)
         self._freshness = Freshness()
@@ -76,7 +79,8 @@ class Session:
         """Open a session by URL.
 
         Args:
-            url: ``file:///directory``, ``tcp://host:port/name``, or another installed scheme.
+            url: ``file:///directory``, ``tcp://host:port/name``, ``redis://host/name``, or
+                another installed scheme.
             deadline: for connecting.
             serve: this process serves the store, where the scheme has a server in a member.
             token: shared secret; by default ``WEIGHTWIRE_TOKEN``.
@@ -86,6 +90,7 @@ class Session:
             ConfigError: the URL or its scheme is unknown or malformed.
             AuthenticationError: wrong, empty or one-sided token.
             SessionError: it can't be reached or written.
+            BackendUnavailable: its scheme needs a library that isn't installed.
         """
         from weightwire.plugins import registry  # the registry loads the schemes, which load us
 
@@ -108,8 +113,12 @@ class Session:
     def url(self) -> str:
         return self.store.url
 
-    def read(self, key: str, kind: type[R]) -> R | None:
+    def read(self, key: str, kind: type[R], *, ordered: bool = True) -> R | None:
         """The record at ``key``, authenticated and decoded, or None.
+
+        Args:
+            ordered: if False, it may be older than what was read here before: a store may
+                lose what isn't durable, and the caller tells old from new itself.
 
         Raises:
             AuthenticationError: its HMAC is missing or wrong, or it is older than what
@@ -118,11 +127,12 @@ class Session:
         """
         keys.validate_key(key)
         known_writer, known_sequence = self._freshness.newest(key)
-        payload = self.store.get(key)
+        with self.silence.asked():
+            payload = self.store.get(key)
         if payload is None:
             return None
         record, writer, sequence = self._codec.open_dated(key, payload, kind)
-        if writer == known_writer and sequence < known_sequence:
+        if ordered and writer == known_writer and sequence < known_sequence:
             raise AuthenticationError(
                 f"record {key!r} of session {self.url} is older than one that was read before: "
                 "something puts old records back; find out who else can write to the session"
@@ -131,11 +141,15 @@ class Session:
         return record
 
     def write(self, key: str, record: Record, *, durable: bool = True) -> None:
-        self.store.put(keys.validate_key(key), self._codec.seal(key, record), durable=durable)
+        sealed = self._codec.seal(keys.validate_key(key), record)
+        with self.silence.asked():
+            self.store.put(key, sealed, durable=durable)
 
     def create(self, key: str, record: Record) -> bool:
         """Write ``key`` only if it is absent; True for exactly one caller."""
-        return self.store.create(keys.validate_key(key), self._codec.seal(key, record))
+        sealed = self._codec.seal(keys.validate_key(key), record)
+        with self.silence.asked():
+            return self.store.create(key, sealed)
 
     def delete(self, key: str) -> None:
         self.store.delete(keys.validate_key(key))
@@ -145,7 +159,9 @@ class Session:
 
     def children(self, prefix: str) -> list[str]:
         """Sorted next components below ``prefix``; names that can't be ours are left out."""
-        names = self.store.children(keys.validate_key(prefix))
+        keys.validate_key(prefix)
+        with self.silence.asked():
+            names = self.store.children(prefix)
         return [name for name in names if keys.is_component(name)]
 
     def numbers(self, prefix: str) -> list[int]:

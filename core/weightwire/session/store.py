@@ -37,12 +37,17 @@ class SessionStore(ABC):
         """Replace the value at ``key``: readers see the old one or the new one, whole.
 
         Args:
-            durable: if False, the value may be lost with the machine (leases).
+            durable: if False, the value may be lost with the machine, and a day after it was
+                written last (leases).
         """
 
     @abstractmethod
     def create(self, key: str, value: bytes) -> bool:
-        """Set ``key`` only if it is absent; of several callers exactly one gets True."""
+        """Set ``key`` only if it is absent; of several callers exactly one gets True.
+
+        Args:
+            value: UTF-8 text, as every record is.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> None:

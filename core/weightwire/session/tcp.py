@@ -16,9 +16,7 @@ behind in the call that hangs; it is a daemon, so that the process can end.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import ipaddress
 import logging
 import queue
 import socket
@@ -33,7 +31,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 
 from weightwire.deadline import Deadline, patience
 from weightwire.errors import ConfigError, SessionError
+from weightwire.session.marks import mark, open_value, seal_value
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
+from weightwire.session.urls import is_loopback, without_credentials
 
 __all__ = ["TcpScheme", "TcpStore"]
 
@@ -71,16 +71,17 @@ class TcpStore(SessionStore):
 
     def get(self, key: str) -> bytes | None:
         value = self._run("read", key, lambda store: _peek(store, self._prefix + key))
-        return None if value == _ABSENT.encode() else value
+        return None if value == _ABSENT.encode() else open_value(key, value)
 
     def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
-        # Renewing a lease isn't worth an entry; anything else may have been deleted by others.
-        entry = self._entry(key) if durable or key not in self._listed else ""
+        was_listed = key in self._listed
+        entry, sealed = self._entry(key), seal_value(mark(), value)
 
         def write(store: TCPStore) -> None:
-            if entry:
+            # Renewing a lease isn't worth an entry, unless others have deleted it.
+            if durable or not was_listed or not store.check([self._prefix + key]):
                 store.append(self._index, entry)  # type: ignore[attr-defined]  # missing in the stub
-            store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str
+            store.set(self._prefix + key, sealed)  # type: ignore[arg-type]  # the stub says str
             if durable:
                 # set() isn't answered: ask for something that is, so that others see it by now.
                 store.check([self._prefix + key])
@@ -88,15 +89,15 @@ class TcpStore(SessionStore):
         self._written(key, lambda: self._run("write", key, write))
 
     def create(self, key: str, value: bytes) -> bool:
-        text = value.decode("utf-8")  # compare_set takes str; every sealed record is JSON
+        sealed = seal_value(mark(), value)
+        text = sealed.decode("utf-8")  # compare_set takes str; every record is JSON
         entry = self._entry(key)
 
         def write(store: TCPStore) -> bytes:
-            if entry:
-                store.append(self._index, entry)  # type: ignore[attr-defined]  # missing in the stub
+            store.append(self._index, entry)  # type: ignore[attr-defined]  # missing in the stub
             return bytes(store.compare_set(self._prefix + key, "", text))
 
-        return self._written(key, lambda: self._run("create", key, write)) == value
+        return self._written(key, lambda: self._run("create", key, write)) == sealed
 
     def delete(self, key: str) -> None:
         self._remove(key, [key])
@@ -312,7 +313,7 @@ class TcpScheme(SessionScheme):
         text = url.geturl()
         if "@" in url.netloc:
             raise ConfigError(
-                f"session URL tcp://...@{url.netloc.rpartition('@')[2]} has a user or password: "
+                f"session URL {without_credentials(url)} has a user or password: "
                 "leave it out, and set WEIGHTWIRE_TOKEN"
             )
         try:
@@ -329,17 +330,9 @@ class TcpScheme(SessionScheme):
                 f"session URL {text!r} has port 0, which only the sender that serves it may "
                 "choose: write the port that it got (sender.session_url)"
             )
-        if not request.authenticated and not _is_loopback(host):
+        if not request.authenticated and not is_loopback(host):
             raise ConfigError(
                 f"session URL {text!r} is open to the network: set WEIGHTWIRE_TOKEN on all "
                 "members, or use a loopback address"
             )
         return TcpStore(host, port, name, serve=request.serve, deadline=request.deadline)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
