@@ -5,9 +5,10 @@ do once they have arrived: planned once, then replayed.  Beside it, on the same
 tensors with the same threads, the copies that no replay can avoid: from the arena
 into a layer in load-time layout, and from there into the memory that its kernels
 know; one where the layer needs no processing.  These are made by
-``_foreach_copy_`` into memory allocated before.  Every repetition alternates the two.
+``_foreach_copy_`` into memory allocated before.  Every repetition alternates the two;
+a round is so many repetitions, and its ratio that of its medians.
 
-    python benchmarks/replay.py [--json] [--repeats 7]
+    python benchmarks/replay.py [--json] [--rounds 7] [--repeats 9]
 """
 
 from __future__ import annotations
@@ -24,19 +25,28 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as directory:
-        result = measure(Path(directory), arguments.hidden, arguments.layers, arguments.repeats)
+        result = measure(
+            Path(directory),
+            arguments.hidden,
+            arguments.layers,
+            arguments.rounds,
+            arguments.repeats,
+        )
     print(
         json.dumps(result) if arguments.json else "\n".join(f"{k}: {v}" for k, v in result.items())
     )
 
 
-def measure(directory: Path, hidden: int, layers: int, repeats: int) -> dict[str, float]:
+def measure(
+    directory: Path, hidden: int, layers: int, rounds: int, repeats: int
+) -> dict[str, object]:
     import torch
 
     from weightwire.sources import WireRules, as_source, resolve
@@ -101,12 +111,16 @@ def measure(directory: Path, hidden: int, layers: int, repeats: int) -> dict[str
 
         replay()
         copies()
-        taken: dict[str, list[float]] = {"replay": [], "copies": []}
-        for _ in range(repeats):
-            for name, work in (("replay", replay), ("copies", copies)):
-                began = time.perf_counter()
-                work()
-                taken[name].append(time.perf_counter() - began)
+        medians: dict[str, list[float]] = {"replay": [], "copies": []}
+        for _ in range(rounds):
+            taken: dict[str, list[float]] = {"replay": [], "copies": []}
+            for _ in range(repeats):
+                for name, work in (("replay", replay), ("copies", copies)):
+                    began = time.perf_counter()
+                    work()
+                    taken[name].append(time.perf_counter() - began)
+            for name, times in taken.items():
+                medians[name].append(statistics.median(times))
         wrong = [
             name
             for name, tensor in dict(held.named_parameters()).items()
@@ -115,13 +129,14 @@ def measure(directory: Path, hidden: int, layers: int, repeats: int) -> dict[str
         ]
         assert not wrong, wrong
         inprocess.stop_engine(llm)
-    medians = {name: statistics.median(times) for name, times in taken.items()}
+    ratios = [a / b for a, b in zip(medians["replay"], medians["copies"], strict=True)]
     return {
         "nbytes": sum(tensor.nbytes for tensor in arrived.values()),
         "threads": torch.get_num_threads(),
-        "replay_seconds": round(medians["replay"], 4),
-        "copies_seconds": round(medians["copies"], 4),
-        "ratio": round(medians["replay"] / medians["copies"], 3),
+        "replay_seconds": round(statistics.median(medians["replay"]), 4),
+        "copies_seconds": round(statistics.median(medians["copies"]), 4),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in sorted(ratios)],
     }
 
 

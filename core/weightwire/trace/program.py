@@ -246,7 +246,9 @@ class Run:
 
     def _run(self, group: int) -> None:
         program = self._program
-        with torch.no_grad():
+        # Destinations may be of classes that see every operation on them: these are
+        # what their loader did with them already.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for instruction in program.batches[group]:
                 self._execute(instruction)
         for value in program.dies.get(group, ()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ class Instruction:
     outputs: tuple[Ref | None, ...]
     during: int
 
-    @property
+    @cached_property
     def is_copy(self) -> bool:
         """A plain copy of one view into another, casts included."""
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,36 @@ if TYPE_CHECKING:
 
     from weightwire_vllm.dryrun import LoadTrace
 
-__all__ = ["Unit", "finish_attention", "initial", "live_tensor", "make_units", "process"]
+__all__ = [
+    "Unit",
+    "attention_layers",
+    "finish_attention",
+    "initial",
+    "live_tensor",
+    "make_units",
+    "process",
+]
+
+# Parameter classes of vLLM see every attribute of theirs that is read, for nothing: that
+# alone was a tenth of a version's time.
+_plainly = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How one layer is put into load-time layout: looked up once for a layout.
+
+    Attributes:
+        like: load-time parameters and buffers by name, without data.
+        keys: by whether they are buffers, destinations of the load by name.
+        processed: whether a cold load post-processes the layer.
+    """
+
+    path: str
+    layer: nn.Module
+    like: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    keys: tuple[Mapping[str, str], Mapping[str, str]]
+    processed: bool
 
 
 @dataclass
@@ -29,11 +58,13 @@ class Unit:
         keys: the destinations in them that the load writes.
         staged: whether they are built anew in load-time layout and post-processed;
             if False, their memory is written as it is.
+        recipes: of its layers, if they are staged.
     """
 
     layers: list[tuple[str, nn.Module]]
     keys: list[str]
     staged: bool
+    recipes: list[_Recipe] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -70,6 +101,8 @@ def make_units(model: nn.Module, trace: LoadTrace) -> list[Unit]:
         unit.staged = any(compat.is_processed(layer) for _, layer in unit.layers) or not all(
             _fits(live_tensor(trace, key), trace.stand_ins[key]) for key in unit.keys
         )
+        if unit.staged:
+            unit.recipes = [_recipe(path, layer, unit, trace) for path, layer in unit.layers]
     return sorted(units.values(), key=lambda unit: order[unit.layers[0][1]])
 
 
@@ -82,9 +115,7 @@ def live_tensor(trace: LoadTrace, key: str) -> Tensor | None:
     return registry.get(slot.name)
 
 
-def process(
-    unit: Unit, staged: Mapping[str, Tensor], trace: LoadTrace, device: torch.device
-) -> None:
+def process(unit: Unit, staged: Mapping[str, Tensor], device: torch.device) -> None:
     """Post-process a unit once, and copy the result over its kernel tensors.
 
     Args:
@@ -92,30 +123,37 @@ def process(
 
     Whatever happens, the layers hold the tensors that they held before.
     """
-    for path, layer in unit.layers:
-        kernel = compat.Registries(layer)
-        pins = _Pins([layer])
-        experts = compat.take_moe_kernels(layer)
+    loaded = {key.rpartition(".")[2] for key in unit.keys}
+    for recipe in unit.recipes:
+        kernel = compat.Registries(recipe.layer)
+        pins = _Pins([recipe.layer])
+        experts = compat.take_moe_kernels(recipe.layer)
         try:
-            _install(path, layer, kernel, staged, trace, device)
-            if compat.is_processed(layer):
+            with _plainly():
+                _install(recipe, kernel, staged, device)
+            if recipe.processed:
                 compat.drop_moe_kernels(experts)
-                compat.post_process(layer)
-            _copy_back(path, layer, kernel, {key.rpartition(".")[2] for key in unit.keys})
-            pins.restore()
+                compat.post_process(recipe.layer)
+            with _plainly():
+                _copy_back(recipe, kernel, loaded)
+                pins.restore()
         finally:
             kernel.put_back()
             # The kernel of the first load: it knows the memory that has just been filled.
             compat.give_moe_kernels(experts)
 
 
-def finish_attention(model: nn.Module, model_config: Any) -> None:
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that ``finish_attention`` is for."""
+    return [layer for layer in model.modules() if compat.is_attention(layer)]
+
+
+def finish_attention(layers: Iterable[nn.Module], model_config: Any) -> None:
     """What a cold load does to attention layers after all others."""
-    for layer in model.modules():
-        if compat.is_attention(layer):
-            pins = _Pins([layer, getattr(layer, "impl", None)])
-            compat.finish_attention(layer, model_config)
-            pins.restore()
+    for layer in layers:
+        pins = _Pins([layer, getattr(layer, "impl", None)])
+        compat.finish_attention(layer, model_config)
+        pins.restore()
 
 
 class _Pins:
@@ -186,33 +224,30 @@ def _same_layout(tensor: Tensor, like: Tensor) -> bool:
     return tensor.shape == like.shape and tensor.dtype == like.dtype
 
 
+def _recipe(path: str, layer: nn.Module, unit: Unit, trace: LoadTrace) -> _Recipe:
+    keys: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for key in unit.keys:
+        for slot in trace.slots[key]:
+            if slot.layer is layer:
+                keys[slot.is_buffer][slot.name] = key
+    return _Recipe(path, layer, compat.load_time_tensors(layer), keys, compat.is_processed(layer))
+
+
 def _install(
-    path: str,
-    layer: nn.Module,
-    kernel: compat.Registries,
-    staged: Mapping[str, Tensor],
-    trace: LoadTrace,
-    device: torch.device,
+    recipe: _Recipe, kernel: compat.Registries, staged: Mapping[str, Tensor], device: torch.device
 ) -> None:
     """Put a layer into load-time layout, filled as a cold load fills it."""
-    by_layer: dict[tuple[str, bool], str] = {
-        (slot.name, slot.is_buffer): key
-        for key in staged
-        for slot in trace.slots[key]
-        if slot.layer is layer
-    }
-    found = compat.load_time_tensors(layer)
     for is_buffer, registry, before in (
-        (False, layer._parameters, kernel.parameters),
-        (True, layer._buffers, kernel.buffers),
+        (False, recipe.layer._parameters, kernel.parameters),
+        (True, recipe.layer._buffers, kernel.buffers),
     ):
         live: Mapping[str, Tensor | None] = before
         slots: dict[str, Any] = registry
         for name, tensor in live.items():
             if tensor is not None and not compat.stays_live(name):
                 del slots[name]
-        for name, like in found[is_buffer].items():
-            key = by_layer.get((name, is_buffer))
+        for name, like in recipe.like[is_buffer].items():
+            key = recipe.keys[is_buffer].get(name)
             old = live.get(name)
             if compat.stays_live(name):
                 if key is not None and old is not None:
@@ -220,7 +255,7 @@ def _install(
             elif key is not None:
                 slots[name] = staged[key]
             else:
-                slots[name] = initial(f"{path}.{name}", like, old, device)
+                slots[name] = initial(f"{recipe.path}.{name}", like, old, device)
 
 
 def initial(key: str, like: Tensor, live: Tensor | None, device: torch.device) -> Tensor:
@@ -235,11 +270,11 @@ def initial(key: str, like: Tensor, live: Tensor | None, device: torch.device) -
     return tensor
 
 
-def _copy_back(path: str, layer: nn.Module, kernel: compat.Registries, loaded: set[str]) -> None:
+def _copy_back(recipe: _Recipe, kernel: compat.Registries, loaded: set[str]) -> None:
     """Copy processed values into the memory that kernels and CUDA graphs know."""
     copies: list[tuple[Tensor, Tensor]] = []
     held: dict[str, Tensor | None] = {**kernel.parameters, **kernel.buffers}
-    processed: dict[str, Tensor | None] = {**layer._buffers, **layer._parameters}
+    processed: dict[str, Tensor | None] = {**recipe.layer._buffers, **recipe.layer._parameters}
     for name, old in held.items():
         new = processed.get(name)
         if old is None or new is None or new is old:
@@ -248,7 +283,7 @@ def _copy_back(path: str, layer: nn.Module, kernel: compat.Registries, loaded: s
             continue
         if not _same_layout(new, old):
             raise TraceError(
-                f"{path}.{name} is {tuple(new.shape)}, {new.dtype} after processing and was "
+                f"{recipe.path}.{name} is {tuple(new.shape)}, {new.dtype} after processing and was "
                 f"{tuple(old.shape)}, {old.dtype}: it can't be updated in place; restart the engine"
             )
         copies.append((old.data, new.data))

@@ -17,6 +17,7 @@ from weightwire.trace import Program, Run, compile_tape
 from weightwire_vllm import compat
 from weightwire_vllm.layers import (
     Unit,
+    attention_layers,
     finish_attention,
     initial,
     live_tensor,
@@ -45,6 +46,7 @@ class _Plan:
     """By group, the units that are complete once it has been replayed."""
     whole: frozenset[str]
     """Destinations of which the load writes every element."""
+    attention: Sequence[nn.Module]
 
 
 @dataclass
@@ -113,7 +115,7 @@ class VllmTarget(WeightTarget):
             due.setdefault(max(program.last[key] for key in unit.keys), []).append(unit)
         unit_of = {key: unit for unit in units for key in unit.keys}
         whole = frozenset(key for key, cover in trace.tape.written.items() if cover.complete)
-        self._plan = _Plan(trace, program, unit_of, due, whole)
+        self._plan = _Plan(trace, program, unit_of, due, whole, attention_layers(self._model))
         self._spare.clear()  # of other sizes, perhaps
         return program.regions
 
@@ -149,13 +151,13 @@ class VllmTarget(WeightTarget):
 
     def commit(self) -> None:
         """Finish what is left, attention and MLA layers last."""
-        _, update = self._running("commit")
+        plan, update = self._running("commit")
         with compat.config_context(self._config):
             update.run.finish()
             while update.due:
                 self._finish(update.due.popleft()[1])
             update.changed = True
-            finish_attention(self._model, self._config.model_config)
+            finish_attention(plan.attention, self._config.model_config)
         self._synchronize()
         self._update = None
 
@@ -199,27 +201,28 @@ class VllmTarget(WeightTarget):
     def _destination(self, key: str) -> Tensor:
         """The memory that the replay fills: a layer's own, or its load-time stand-in's."""
         plan, update = self._running("write")
+        if key in update.staged:
+            return update.staged[key]
         live = live_tensor(plan.trace, key)
         if not plan.unit_of[key].staged:
             assert live is not None  # noqa: S101 - make_units has compared it
             update.changed = True
             return live.data
-        if key not in update.staged:
-            like = plan.trace.stand_ins[key]
-            update.staged[key] = (
-                compat.materialised(like, self._device, self._take_spare(like))
-                if key in plan.whole
-                else initial(key, like, live, self._device)
-            )
+        like = plan.trace.stand_ins[key]
+        update.staged[key] = (
+            compat.materialised(like, self._device, self._take_spare(like))
+            if key in plan.whole
+            else initial(key, like, live, self._device)
+        )
         return update.staged[key]
 
     def _finish(self, units: Sequence[Unit]) -> None:
-        plan, update = self._running("write")
+        _, update = self._running("write")
         for unit in units:
             if unit.staged:
                 update.changed = True
                 staged = {key: update.staged.pop(key) for key in unit.keys}
-                process(unit, staged, plan.trace, self._device)
+                process(unit, staged, self._device)
                 self._keep_spare(staged)
 
     def _take_spare(self, like: Tensor) -> torch.UntypedStorage | None:
