@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+MEMORY = Path("/dev/shm")
 sys.path.insert(0, str(HERE))  # helper modules beside the tests
+
+
+@pytest.fixture
+def session_directory() -> Iterator[Path]:
+    """A place for session directories where syncing a file costs nothing."""
+    where = MEMORY if MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="weightwire-session-", dir=where) as directory:
+        yield Path(directory)
 
 
 class Child:

@@ -24,9 +24,9 @@ OPERATIONS = 70
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Callable[[str], sim.World]:
+def world(session_directory: Path) -> Callable[[str], sim.World]:
     count = iter(range(10**6))
-    return lambda flow: sim.World(tmp_path / f"session-{next(count)}", flow)
+    return lambda flow: sim.World(session_directory / f"session-{next(count)}", flow)
 
 
 def finish(*processes: sim.Process) -> None:

@@ -72,8 +72,8 @@ def serving(*receivers: sim.Receiver) -> list[int | None]:
         (None, [["a", "b", "c"]]),
     ],
 )
-def test_a_version_reaches_a_serving_pool_in_waves(tmp_path: Path, most, waves):
-    world = sim.World(tmp_path / "session", "pull", max_unavailable=most)
+def test_a_version_reaches_a_serving_pool_in_waves(session_directory: Path, most, waves):
+    world = sim.World(session_directory / "session", "pull", max_unavailable=most)
     (sender,) = opened(world, sim.Sender, "sender")
     receivers = opened(world, sim.Receiver, "a", "b", "c")
     send(world, sender, *receivers)
@@ -86,8 +86,8 @@ def test_a_version_reaches_a_serving_pool_in_waves(tmp_path: Path, most, waves):
 
 
 @pytest.mark.parametrize("most", [1, 2, None])
-def test_readers_of_a_stored_version_take_turns(tmp_path: Path, most):
-    world = sim.World(tmp_path / "session", "store", max_unavailable=most)
+def test_readers_of_a_stored_version_take_turns(session_directory: Path, most):
+    world = sim.World(session_directory / "session", "store", max_unavailable=most)
     (sender,) = opened(world, sim.Sender, "sender")
     receivers = opened(world, sim.Receiver, "a", "b", "c")
     for version in (1, 2, 3):
@@ -96,8 +96,8 @@ def test_readers_of_a_stored_version_take_turns(tmp_path: Path, most):
     assert world.most_out == (most or 3)
 
 
-def test_a_turn_ends_with_its_holder(tmp_path: Path):
-    world = sim.World(tmp_path / "session", "store", max_unavailable=1)
+def test_a_turn_ends_with_its_holder(session_directory: Path):
+    world = sim.World(session_directory / "session", "store", max_unavailable=1)
     (sender,) = opened(world, sim.Sender, "sender")
     first, second = opened(world, sim.Receiver, "a", "b")
     send(world, sender, first, second)
@@ -122,8 +122,8 @@ def test_a_turn_ends_with_its_holder(tmp_path: Path):
     assert serving(second) == [2]
 
 
-def test_one_that_waits_for_its_turn_goes_on_to_a_newer_version(tmp_path: Path):
-    world = sim.World(tmp_path / "session", "store", max_unavailable=1)
+def test_one_that_waits_for_its_turn_goes_on_to_a_newer_version(session_directory: Path):
+    world = sim.World(session_directory / "session", "store", max_unavailable=1)
     (sender,) = opened(world, sim.Sender, "sender")
     first, second = opened(world, sim.Receiver, "a", "b")
     send(world, sender, first, second)
@@ -143,9 +143,9 @@ def test_one_that_waits_for_its_turn_goes_on_to_a_newer_version(tmp_path: Path):
 
 
 @pytest.mark.parametrize("flow", ["pull", "store"])
-def test_a_pool_stops_at_a_replica_that_fails(tmp_path: Path, flow):
+def test_a_pool_stops_at_a_replica_that_fails(session_directory: Path, flow):
     """It serves nothing any more: taking out another one would be one too many."""
-    world = sim.World(tmp_path / "session", flow, max_unavailable=1)
+    world = sim.World(session_directory / "session", flow, max_unavailable=1)
     (sender,) = opened(world, sim.Sender, "sender")
     first, second = opened(world, sim.Receiver, "a", "b")
     send(world, sender, first, second)
@@ -174,8 +174,10 @@ def test_a_pool_stops_at_a_replica_that_fails(tmp_path: Path, flow):
     assert serving(first, second) == [2, 2]
 
 
-def test_a_wave_goes_on_without_the_one_that_failed_until_no_other_may_be_out(tmp_path: Path):
-    world = sim.World(tmp_path / "session", "pull", max_unavailable=2)
+def test_a_wave_goes_on_without_the_one_that_failed_until_no_other_may_be_out(
+    session_directory: Path,
+):
+    world = sim.World(session_directory / "session", "pull", max_unavailable=2)
     (sender,) = opened(world, sim.Sender, "sender")
     receivers = opened(world, sim.Receiver, "a", "b", "c", "d", "e")
     send(world, sender, *receivers)
@@ -205,8 +207,8 @@ def test_a_rollout_stops_when_as_many_are_out_as_may_be():
     assert rollout.next_wave(2, pool, 2).keys() == {"c"}
 
 
-def test_one_that_joins_during_a_wave_gets_the_version_in_the_next(tmp_path: Path):
-    world = sim.World(tmp_path / "session", "pull", max_unavailable=1)
+def test_one_that_joins_during_a_wave_gets_the_version_in_the_next(session_directory: Path):
+    world = sim.World(session_directory / "session", "pull", max_unavailable=1)
     (sender,) = opened(world, sim.Sender, "sender")
     pool = opened(world, sim.Receiver, "a", "b")
     send(world, sender, *pool)
@@ -218,8 +220,8 @@ def test_one_that_joins_during_a_wave_gets_the_version_in_the_next(tmp_path: Pat
     assert serving(*pool) == [2, 2, 2]
 
 
-def test_one_that_leaves_during_a_wave_ends_the_rollout_well(tmp_path: Path):
-    world = sim.World(tmp_path / "session", "pull", max_unavailable=1)
+def test_one_that_leaves_during_a_wave_ends_the_rollout_well(session_directory: Path):
+    world = sim.World(session_directory / "session", "pull", max_unavailable=1)
     (sender,) = opened(world, sim.Sender, "sender")
     first, second = opened(world, sim.Receiver, "a", "b")
     send(world, sender, first, second)
@@ -237,8 +239,8 @@ def test_one_that_leaves_during_a_wave_ends_the_rollout_well(tmp_path: Path):
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
-def test_one_that_isnt_ready_may_fall_behind_so_far(tmp_path: Path, most):
-    world = sim.World(tmp_path / "session", "pull", max_version_lag=most)
+def test_one_that_isnt_ready_may_fall_behind_so_far(session_directory: Path, most):
+    world = sim.World(session_directory / "session", "pull", max_version_lag=most)
     (sender,) = opened(world, sim.Sender, "sender")
     busy, ready = opened(world, sim.Receiver, "busy", "ready")
     send(world, sender, busy, ready)
@@ -258,8 +260,8 @@ def test_one_that_isnt_ready_may_fall_behind_so_far(tmp_path: Path, most):
 
 
 @pytest.mark.parametrize("most", [0, 2])
-def test_a_stored_version_waits_for_those_that_are_too_far_behind(tmp_path: Path, most):
-    world = sim.World(tmp_path / "session", "store", max_version_lag=most)
+def test_a_stored_version_waits_for_those_that_are_too_far_behind(session_directory: Path, most):
+    world = sim.World(session_directory / "session", "store", max_version_lag=most)
     (sender,) = opened(world, sim.Sender, "sender")
     busy, ready = opened(world, sim.Receiver, "busy", "ready")
     send(world, sender, busy, ready)
@@ -278,8 +280,8 @@ def test_a_stored_version_waits_for_those_that_are_too_far_behind(tmp_path: Path
     assert sender.error is None
 
 
-def test_a_full_pool_keeps_whom_it_has_and_tells_the_others(tmp_path: Path):
-    world = sim.World(tmp_path / "session", "pull", max_receivers=2)
+def test_a_full_pool_keeps_whom_it_has_and_tells_the_others(session_directory: Path):
+    world = sim.World(session_directory / "session", "pull", max_receivers=2)
     (sender,) = opened(world, sim.Sender, "sender")
     one, two, three = opened(world, sim.Receiver, "z", "y", "a")
     for version in (1, 2):
