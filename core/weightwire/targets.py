@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from weightwire.copying import copy_all
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.fingerprint import Fingerprint, fingerprint_of
@@ -234,6 +235,7 @@ class MappingTarget(WeightTarget):
         return first
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
+        into, of = [], []
         with torch.no_grad():
             for region, value in tensors.items():
                 if self._landed.pop(id(value), None) is value:
@@ -241,8 +243,11 @@ class MappingTarget(WeightTarget):
                 for whole in self._destinations.get(region.tensor, ()):
                     place = _box_of(whole, region)
                     if not _same_memory(place, value):
-                        self._written = True
-                        place.copy_(value)
+                        into.append(place)
+                        of.append(value)
+        if into:
+            self._written = True
+            copy_all(into, of)
         if self._run is not None:
             self._written = True
             self._run.feed(
