@@ -163,6 +163,8 @@ class Agent:
         self._peers: set[str] = set()
         self._transfers: set[Transfer] = set()
         self._registered: list[Any] = []
+        options = dict(options or {})
+        self._shared_from = int(options.get("split_batch_size", 0))
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
@@ -170,7 +172,7 @@ class Agent:
         config.pthrDelay = _PROGRESS_DELAY
         try:
             self._agent = self._nixl.nixlAgent(self.name, config)
-            self._agent.createBackend("UCX", dict(options or {}))
+            self._agent.createBackend("UCX", options)
         except Exception as error:
             ucx_log.take_over()
             raise BackendUnavailable(
@@ -305,6 +307,7 @@ class Agent:
         *,
         devices: tuple[str, str],
         who: str,
+        cut: bool = False,
     ) -> Transfer:
         """A transfer that can be posted again and again.
 
@@ -312,18 +315,20 @@ class Agent:
             here, there: equally many, of equal lengths; sorted by address so that NIXL
                 merges neighbours.
             devices: torch device types here and there.
+            cut: neighbours stay apart, for threads to share them.
         """
         with self._lock, self._translated(who, "prepare a transfer with"):
             local = self._list(self._nixl.NIXL_INIT_AGENT, here, devices[0])
             remote = self._list(peer, there, devices[1])
             indices = np.arange(len(here), dtype=np.int32)
             handle = self._agent.makeXferReq(
-                self._operation(operation), local, indices, remote, indices, b"", [], False
+                self._operation(operation), local, indices, remote, indices, b"", [], cut
             )
             self.counters.lists += 2
             self.counters.transfers += 1
             self.counters.descriptors += len(here)
-            transfer = Transfer(self, handle, (local, remote), who)
+            is_shared = 0 < self._shared_from <= len(here)
+            transfer = Transfer(self, handle, (local, remote), who, is_shared)
             self._transfers.add(transfer)
             return transfer
 
@@ -386,14 +391,23 @@ class Agent:
 
 
 class Transfer:
-    """A prepared transfer: posted, polled, posted again."""
+    """A prepared transfer: posted, polled, posted again.
 
-    def __init__(self, agent: Agent, handle: int, lists: tuple[int, int], who: str) -> None:
+    Attributes:
+        lingers: it failed, and threads of NIXL shared it: when one has failed, NIXL lets go
+            of the others' parts, which may still be copied as long as the peer lives.
+    """
+
+    def __init__(
+        self, agent: Agent, handle: int, lists: tuple[int, int], who: str, is_shared: bool = False
+    ) -> None:
         self._owner = agent
         self._handle = handle
         self._lists = lists
         self._who = who
         self._running = False
+        self._is_shared = is_shared
+        self.lingers = False
 
     def post(self, message: bytes = b"") -> bool:
         """Start it; True if it is done already.
@@ -411,7 +425,7 @@ class Transfer:
             try:
                 state = self._owner._agent.postXferReq(self._handle, message)
             except Exception:
-                self._running = False
+                self._fail()
                 raise
             return self._done(state)
 
@@ -428,16 +442,20 @@ class Transfer:
                 try:
                     state = self._owner._agent.getXferStatus(self._handle)
                 except Exception:
-                    self._running = False
+                    self._fail()
                     raise
                 return self._done(state)
 
     def is_over(self) -> bool:
         """Whether it touches memory no more, done or failed."""
-        try:
-            return self.done()
-        except TransferError:
-            return True
+        with contextlib.suppress(TransferError):
+            if not self.done():
+                return False
+        return not self.lingers
+
+    def _fail(self) -> None:
+        self._running = False
+        self.lingers = self._is_shared
 
     def release(self) -> None:
         """Give its lists back.  Only when it is over."""
@@ -456,6 +474,7 @@ class Transfer:
         nixl = self._owner._nixl
         self._running = state == nixl.NIXL_IN_PROG
         if state not in (nixl.NIXL_IN_PROG, nixl.NIXL_SUCCESS):
+            self._fail()
             raise PeerLost(f"a transfer with {self._who} failed: restart it, and send again")
         return not self._running
 

@@ -32,6 +32,9 @@ class NixlConfig(BackendConfig):
             runs cost less than that.  Equal on all trainer ranks.
         discovery: where ranks find each other's metadata: ``"session"``, or a
             ModelExpress server, ``"modelexpress://host:port"``.  Equal on both sides.
+        copy_threads: of an inference rank whose slots lie on a CPU: that many threads of
+            NIXL's own share the copies out of a trainer's memory on the same host;
+            0 leaves each copy to the thread that posts it.
         max_retired_slots: slots that may be set aside, because a transfer that can't
             be cancelled may still touch them, before this rank refuses to go on.
             A trainer rank reserves the memory for them at set-up, beside its one
@@ -48,6 +51,7 @@ class NixlConfig(BackendConfig):
             max_length=300, pattern=r"^(session|modelexpress://[A-Za-z0-9_.:\[\]-]+:[0-9]{1,5})$"
         ),
     ] = "session"
+    copy_threads: int = Field(default=2, ge=0, le=16)
     max_retired_slots: int = Field(default=2, ge=0, le=64)
 
     @model_validator(mode="after")

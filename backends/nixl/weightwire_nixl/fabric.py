@@ -14,19 +14,20 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Fabric", "Port", "choose_fabric", "find_ports", "nearest_ports"]
+__all__ = ["SHARED_FROM", "Fabric", "Port", "choose_fabric", "find_ports", "nearest_ports"]
 
 _SYSFS = Path("/sys")
 _SHOWN = ("UCX_TLS", "UCX_NET_DEVICES")
 _PCI = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\Z")
 _NVIDIA = "0x10de"
 _UP_AND_RUNNING = 0x41
+SHARED_FROM = 32
 _NO_COMMON_ROOT = 1 << 16
 
 
@@ -59,13 +60,25 @@ class Fabric:
     Attributes:
         options: of NIXL's UCX backend.
         why: for reports; names what the environment decides.
+        copy_threads: threads of NIXL that share transfers of ``SHARED_FROM`` descriptors
+            or more.
     """
 
     options: dict[str, str] = field(default_factory=dict)
     why: str = "UCX's own choice of devices"
 
+    copy_threads: int = 0
+
     def __str__(self) -> str:
         return self.why
+
+    def with_copiers(self, threads: int) -> Fabric:
+        """The same, with threads that share the copies of large transfers."""
+        if not threads:
+            return self
+        shared = {"num_threads": str(threads), "split_batch_size": str(SHARED_FROM)}
+        why = f"{self.why}; {threads} threads copy"
+        return replace(self, options={**self.options, **shared}, why=why, copy_threads=threads)
 
 
 def choose_fabric(

@@ -9,15 +9,22 @@ import numpy as np
 from weightwire.contract import Policy
 from weightwire.errors import TransferError
 from weightwire.session import process
-from weightwire_nixl.agent import Agent, Transfer
+from weightwire_nixl.agent import Agent, Descriptors, Transfer
 from weightwire_nixl.arena import Slots, Words, word_address
 from weightwire_nixl.delivery import plan_parts
+from weightwire_nixl.fabric import SHARED_FROM
 from weightwire_nixl.live import located, split_by_place
 from weightwire_nixl.route import Route
-from weightwire_nixl.runs import GroupPlan, extents, rebased
+from weightwire_nixl.runs import GroupPlan, extents, in_pieces, rebased
 from weightwire_nixl.wire import Live, SenderInfo, encode
 
-__all__ = ["Owner"]
+__all__ = ["LARGE", "PIECES", "Owner"]
+
+LARGE = 8 << 20
+"""Bytes from which on threads share a read."""
+
+PIECES = SHARED_FROM
+"""Of a shared read, for each thread."""
 
 
 class Owner:
@@ -27,6 +34,7 @@ class Owner:
 
     Attributes:
         route: how its bytes get here.
+        pieces: into how many a large read is cut, for NIXL's threads; 0: not at all.
         broken: a transfer with it failed: NIXL has dropped its metadata.
         heard: metadata of the memory that it registered since it described itself.
     """
@@ -41,12 +49,14 @@ class Owner:
         words: Words,
         plans: dict[int, GroupPlan],
         route: Route,
+        pieces: int = 0,
     ) -> None:
         self.rank = rank
         self.who = who
         self.info = info
         self.agent = agent
         self.route = route
+        self.pieces = pieces
         self.broken = False
         self.said_bye = False
         self.heard: list[bytes] = []
@@ -87,20 +97,27 @@ class Owner:
         if found is None:
             runs = self._plans[group].owners[self.rank]
             arena = self.info.arena
-            found = self._reads[key] = self.agent.prepare(
-                "READ",
-                self.info.agent,
+            there = arena.address + theirs * arena.slot_nbytes
+            found = self._reads[key] = self._prepare(
                 rebased(runs.target, runs.nbytes, self._slots.begin(ours), self._slots.device_id),
-                rebased(
-                    runs.source,
-                    runs.nbytes,
-                    arena.address + theirs * arena.slot_nbytes,
-                    arena.device_id,
-                ),
-                devices=(self._slots.device.type, arena.device),
-                who=self.who,
+                rebased(runs.source, runs.nbytes, there, arena.device_id),
+                arena.device,
             )
         return found
+
+    def _prepare(self, here: Descriptors, there: Descriptors, device: str) -> Transfer:
+        cut = bool(self.pieces) and int(here[:, 1].sum()) >= LARGE
+        if cut:
+            here, there = in_pieces(here, there, self.pieces)
+        return self.agent.prepare(
+            "READ",
+            self.info.agent,
+            here,
+            there,
+            devices=(self._slots.device.type, device),
+            who=self.who,
+            cut=cut,
+        )
 
     def read_live(self, group: int, ours: int, live: Live) -> Transfer:
         """The read of a group that isn't staged; prepared again when its tensors moved.
@@ -126,13 +143,10 @@ class Owner:
             )
         bases = np.frombuffer(live.bases, dtype="<u8").astype(np.uint64)
         there = located(runs, places, begins, bases)
-        transfer = self.agent.prepare(
-            "READ",
-            self.info.agent,
+        transfer = self._prepare(
             rebased(runs.target, runs.nbytes, self._slots.begin(ours), self._slots.device_id),
             rebased(there, runs.nbytes, 0, live.device_id),
-            devices=(self._slots.device.type, live.device),
-            who=self.who,
+            live.device,
         )
         self._live_reads[key] = (where, transfer)
         return transfer

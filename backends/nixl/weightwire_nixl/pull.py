@@ -58,9 +58,12 @@ class Pull:
     @property
     def in_flight(self) -> bool:
         """Whether a read may still write into this rank's memory."""
-        return any(
-            transfer is not None and not transfer.is_over() for transfer in (self._data, self._word)
-        )
+        return any(map(self._may_write, (self._data, self._word)))
+
+    def _may_write(self, transfer: Transfer | None) -> bool:
+        if transfer is None or transfer.is_over():
+            return False
+        return not (transfer.lingers and self.owner.is_gone)
 
     def revoke(self) -> None:
         """The owner has nothing under way to this rank: a read is this rank's own."""

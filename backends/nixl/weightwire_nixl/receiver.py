@@ -20,7 +20,7 @@ from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.fabric import choose_fabric
-from weightwire_nixl.owner import Owner
+from weightwire_nixl.owner import PIECES, Owner
 from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.progress import Progress
 from weightwire_nixl.pull import Pull
@@ -61,6 +61,8 @@ class NixlReceiver(ReceiverTransport):
         self._config = config
         self._device = numbered(context.device)
         self._fabric = choose_fabric(self._device)
+        if describe_endpoint(self._device).cma and self._device.type == "cpu":
+            self._fabric = self._fabric.with_copiers(config.copy_threads)
         self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1
         self.counters = Counters()
@@ -184,7 +186,8 @@ class NixlReceiver(ReceiverTransport):
         if known is not None:
             self._drop(known)
         agent.add(info.agent, info.metadata, who)
-        owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route)
+        pieces = PIECES * self._fabric.copy_threads if route.path == "CMA" else 0
+        owner = Owner(rank, who, info, agent, self._slots, self._words, self._plans, route, pieces)
         if known is not None and known.info.agent == info.agent:
             owner.learn(known.heard)  # NIXL has dropped it, and it isn't told twice
         self._owners[rank] = owner

@@ -13,7 +13,7 @@ from weightwire.layout import Place, lay_out, slot_layout
 from weightwire.routes import Routes, Served, joined, route
 from weightwire.table import Region, TensorTable
 
-__all__ = ["GroupPlan", "Runs", "extents", "plan_groups", "rebased"]
+__all__ = ["GroupPlan", "Runs", "extents", "in_pieces", "plan_groups", "rebased"]
 
 Offsets = NDArray[np.uint64]
 
@@ -62,6 +62,25 @@ def rebased(offsets: Offsets, nbytes: Offsets, base: int, device: int) -> NDArra
     found[:, 1] = nbytes
     found[:, 2] = device
     return found
+
+
+def in_pieces(
+    here: NDArray[np.uint64], there: NDArray[np.uint64], count: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Descriptors at both ends, cut into at least ``count`` pieces of about equal length."""
+    lengths = here[:, 1]
+    step = np.uint64(max(1, -(-int(lengths.sum()) // count)))
+    pieces = np.maximum(np.uint64(1), (lengths + step - np.uint64(1)) // step).astype(np.int64)
+    which = np.repeat(np.arange(len(here)), pieces)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = (np.arange(len(which)) - first).astype(np.uint64) * step
+    found = []
+    for end in (here, there):
+        cut = end[which]
+        cut[:, 0] += begin
+        cut[:, 1] = np.minimum(step, lengths[which] - begin)
+        found.append(cut)
+    return found[0], found[1]
 
 
 def extents(table: TensorTable, group: int, owner: int) -> tuple[Offsets, Offsets]:
