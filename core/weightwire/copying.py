@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 __all__ = ["INTEGERS", "copy_all", "raw_bytes"]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype of an element's size, to see its bits."""
 
+_CHUNK = 8 << 20  # bytes: long enough to be worth a look at the list of what is left
+_THREAD = 32 << 20  # bytes that are worth another thread
+_MOST_THREADS = 8
+
 
 def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """``into[i].copy_(of[i])`` for all of them, fused where torch can.
 
-    Where dtypes are equal, bits are copied.  torch's fused kernel for GPUs takes
+    Where dtypes are equal, bits are copied.  Plain host memory is copied in chunks that
+    threads share: torch splits each tensor into fixed parts and spins until the last one
+    is done, which costs several times the copy where another process wants the core (the
+    one at the transfer's other end does).  torch's fused kernel for GPUs takes
     floating-point elements through a wider type, which makes one NaN of all NaNs, so
     that these are copied as integers; casts are torch's own.
 
@@ -25,8 +35,13 @@ def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool
         of: of any dtype and strides.
     """
     targets, sources = [], []
+    plain: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for to, source in zip(into, of, strict=True):
+            alike = to.dtype == source.dtype and to.shape == source.shape
+            if alike and _is_plain_memory(to) and _is_plain_memory(source):
+                plain.append((to, source))
+                continue
             integer = INTEGERS.get(to.element_size())
             # Lazily conjugated or negated views have other bits than values.
             is_plain = not (source.is_conj() or source.is_neg())
@@ -40,6 +55,55 @@ def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool
                 sources.append(source)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+    _copy_memory(plain)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether its elements are just bytes at ``data_ptr``, one after another."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _copy_memory(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    total = sum(to.nbytes for to, _ in pairs)
+    chunks = _chunks(pairs)
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            ctypes.memmove(*chunk)  # without the GIL
+
+    count = min(torch.get_num_threads(), _MOST_THREADS, total // _THREAD)
+    helpers = [
+        threading.Thread(target=work, name="weightwire-copy", daemon=True) for _ in range(count - 1)
+    ]
+    try:
+        for helper in helpers:
+            helper.start()
+        work()
+    finally:
+        for helper in helpers:
+            if helper.ident is not None:
+                helper.join()
+    for to, _ in pairs:
+        increment_version(to)  # for autograd, as copy_ does
+
+
+def _chunks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, int, int]]:
+    """To, from and bytes."""
+    for to, source in pairs:
+        there, here, nbytes = to.data_ptr(), source.data_ptr(), to.nbytes
+        for begin in range(0, nbytes, _CHUNK):
+            yield there + begin, here + begin, min(_CHUNK, nbytes - begin)
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

@@ -236,19 +236,19 @@ class MappingTarget(WeightTarget):
         return first
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
-        places: list[Tensor] = []
-        values: list[Tensor] = []
-        for region, value in tensors.items():
-            if self._landed.pop(id(value), None) is value:
-                continue  # it is where it belongs, and belongs nowhere else
-            for whole in self._destinations.get(region.tensor, ()):
-                place = _box_of(whole, region)
-                if not _same_memory(place, value):
-                    places.append(place)
-                    values.append(value)
-        if places:
+        into, of = [], []
+        with torch.no_grad():
+            for region, value in tensors.items():
+                if self._landed.pop(id(value), None) is value:
+                    continue  # it is where it belongs, and belongs nowhere else
+                for whole in self._destinations.get(region.tensor, ()):
+                    place = _box_of(whole, region)
+                    if not _same_memory(place, value):
+                        into.append(place)
+                        of.append(value)
+        if into:
             self._written = True
-            copy_all(places, values)
+            copy_all(into, of)
         if self._run is not None:
             self._written = True
             self._run.feed(

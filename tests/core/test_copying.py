@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from weightwire import copying
 from weightwire.copying import copy_all
 from weightwire.table import DTYPES
 
@@ -51,3 +54,36 @@ def test_a_lazily_conjugated_view_arrives_as_its_values():
     into = torch.zeros_like(value)
     copy_all([into], [value.conj()])
     assert torch.equal(into, value.conj().resolve_conj())
+
+
+def test_large_host_memory_is_copied_by_threads_that_end(monkeypatch):
+    monkeypatch.setattr(copying, "_CHUNK", 1000)  # not a multiple of anything
+    monkeypatch.setattr(copying, "_THREAD", 4096)
+    sources = [random_bits(torch.bfloat16, (n,), "cpu") for n in (1, 499, 500, 501, 50_003)]
+    into = [torch.zeros_like(source) for source in sources]
+    before = threading.active_count()
+    started = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda t: (started.append(t), start(t)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    copy_all(into, sources)
+    assert len(started) == 2
+    assert threading.active_count() == before
+    for to, source in zip(into, sources, strict=True):
+        assert torch.equal(to.view(torch.int16), source.view(torch.int16))
+
+
+def test_autograd_hears_of_a_copy():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    before = parameter._version
+    copy_all([parameter], [torch.ones(3)])
+    assert parameter._version > before
+    assert parameter.tolist() == [1, 1, 1]
+
+
+def test_other_shapes_are_torchs_to_judge():
+    into = torch.zeros(2, 3)
+    copy_all([into], [torch.ones(3)])
+    assert into.tolist() == [[1, 1, 1]] * 2
+    with pytest.raises(RuntimeError, match="size"):
+        copy_all([into], [torch.zeros(3, 2)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,13 +14,13 @@ from weightwire.session import process
 from weightwire.table import TensorTable
 from weightwire_nixl.agent import Agent, Counters
 from weightwire_nixl.arena import numbered
-from weightwire_nixl.aside import leave_behind
 from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
 from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
+from weightwire_nixl.leaving import leave
 from weightwire_nixl.live import LiveGroup, LiveLayout, LiveMemory
 from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.pool import Slot, SlotPool
@@ -43,7 +42,6 @@ from weightwire_nixl.wire import (
     SenderInfo,
     encode,
     read_message,
-    readable,
 )
 
 __all__ = ["NixlSender"]
@@ -470,52 +468,11 @@ class NixlSender(SenderTransport):
         return self._agent, self._info
 
     def _leave(self) -> None:
-        """Close the agent; set it aside instead where somebody may still read its memory."""
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        late, pool, live = self._pool.late, self._pool, self._live
-        self._live = None
-        known, policy = dict(self._known), self._policy
-
-        def is_over() -> bool:
-            signals: dict[str, list[bytes]] = {}
-            with contextlib.suppress(WeightWireError):
-                signals = agent.drain()
-            for name, messages in signals.items():
-                for message in map(readable, messages):
-                    if isinstance(message, Bye) and name in known:
-                        known[name].said_bye = True  # it needs no goodbye of ours
-                    for key in [key for key in late if key[0] == name and _frees(message, key[1])]:
-                        del late[key]
-            return not agent.in_flight and all(reader.is_gone for reader in late.values())
-
-        def release() -> None:
-            # Only now: whoever hears it takes its memory for its own again.
-            for reader in known.values():
-                if not reader.is_gone:
-                    with contextlib.suppress(WeightWireError):
-                        agent.notify(reader.agent, encode(Bye(policy)), reader.who)
-            agent.close()
-            del memory[:]
-
-        memory: list[object] = [pool, live]  # alive as long as the agent
-        if is_over():
-            release()
-        else:
-            leave_behind(is_over, release)
+        live, self._live = self._live, None
+        leave(agent, self._pool, live, self._known, self._policy)
         self._known, self._readers, self._deliveries = {}, {}, []
         self._early.clear()
         self.path = ""
-
-
-def _frees(message: Message | None, generation: int) -> bool:
-    """Whether a signal says that its sender reads this generation no more."""
-    match message:
-        case Credit():
-            return message.generation == generation
-        case GaveUp():
-            return not message.in_flight
-        case Over() | Bye():
-            return True
-    return False
