@@ -33,6 +33,9 @@ class Pool:
     Args:
         patience: seconds to wait for any answer of a worker.
         environment: added to the workers' environment.
+
+    Attributes:
+        environment: what was added; whatever else a scenario starts needs it, too.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Pool:
         self._idle: dict[str, list[Worker]] = {}
         self._workers: list[Worker] = []
         self._loaded: set[str] = set()
+        self.environment = dict(environment or {})
         log = self.directory / "first.log"
         with log.open("w") as errors:
             self._first = subprocess.Popen(
@@ -66,7 +70,7 @@ class Pool:
                     },
                     "OMP_NUM_THREADS": "1",
                     "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
-                    **(environment or {}),
+                    **self.environment,
                 },
             )
         assert self._first.stdout is not None  # noqa: S101 - asked for above

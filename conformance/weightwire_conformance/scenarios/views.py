@@ -49,13 +49,14 @@ if importlib.util.find_spec("vllm") is not None:
         ran = subprocess.run(
             [sys.executable, "-m", "weightwire_conformance.rig.engine", fleet.url, backend],
             cwd=fleet.directory,
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+            env={**os.environ, **fleet.pool.environment, "VLLM_LOGGING_LEVEL": "ERROR"},
             capture_output=True,
             text=True,
             timeout=_ENGINE_SECONDS,
             check=False,
         )
         last = ran.stdout.strip().splitlines()[-1:] or [""]
-        assert ran.returncode == 0, ran.stderr[-2000:]
+        said = ran.stderr.strip().splitlines()[-30:] or [""]
+        assert ran.returncode == 0, "\n".join([said[-1], *said])
         assert last[0].startswith("equal: "), last[0]
         assert "traced: " in last[0], last[0]
