@@ -58,7 +58,7 @@ def test_a_rank_that_is_done_with_one_owner_goes_on_to_the_next(tmp_path: Path) 
         opening = [
             pool.submit(
                 weightwire.open_sender, "nccl", session=url, source=held(rank), rank=rank,
-                group_bytes=512, **options,
+                group_bytes=1024, **options,
             )
             for rank in range(2)
         ]  # fmt: skip
