@@ -41,7 +41,7 @@ class Fingerprinter:
     """
 
     def __init__(self) -> None:
-        self._shown: list[tuple[object, ...]] = []
+        self._shown: list[tuple[object, ...]] | None = None
         self._layout = ""
         self._digester = Digester([])
 

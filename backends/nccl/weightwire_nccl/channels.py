@@ -3,7 +3,8 @@
 Both ends step through the messages in one total order: by number, then by owner,
 then by reader.  Each waits only for messages that come before those it hasn't
 posted yet, so there is always one that both of its ends can complete: no deadlock,
-whoever stages in however small buckets.
+whoever stages in however small buckets.  Credits are outside that order: what takes
+them is posted when a version starts.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class Owner(_End):
         super().__init__(epoch, staging, channels)
         self._shards = shards
         self._seals = seals
+        self._credits: list[tuple[Channel, int, Tensor, Work]] = []
         self.sent_nbytes = 0
 
     def send(
@@ -179,16 +181,25 @@ class Owner(_End):
         else:
             self.staging.when_settled(partial(self.epoch.complete, work, *channel.readers))
 
-    def await_credits(self) -> None:
-        """Return when every reader holds all that this rank has sent."""
+    def start(self, policy: Policy) -> None:
+        """Also post what takes the credits: a reader that is done with this owner goes on to
+        others that this one may be waiting for."""
+        super().start(policy)
+        self._credits = []
         for channel in self.channels:
             for reader in channel.readers if channel.plan.groups else ():
                 credit = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 with self.epoch.translated(reader):
                     work = self.epoch.control.recv(credit, reader, _CREDIT)
-                self.epoch.complete(work, reader)
-                last = max(channel.plan.groups)
-                self._check(self._header(channel, last), _bytes(credit), reader)
+                self._credits.append((channel, reader, credit, work))
+
+    def await_credits(self) -> None:
+        """Return when every reader holds all that this rank has sent."""
+        for channel, reader, credit, work in self._credits:
+            self.epoch.complete(work, reader)
+            last = max(channel.plan.groups)
+            self._check(self._header(channel, last), _bytes(credit), reader)
+        self._credits = []
 
 
 class Reader(_End):
