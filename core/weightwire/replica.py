@@ -17,7 +17,7 @@ from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
-from weightwire.session.records import Applied, RankReport
+from weightwire.session.records import Applied, RankReport, unpack
 from weightwire.session.session import Session
 from weightwire.table import TensorTable
 from weightwire.targets import WeightTarget
@@ -271,7 +271,7 @@ class Replica:
         while True:
             yield from self._agreement.next_round(begins=begins)
             begins = False
-            offer = msgspec.msgpack.decode((yield from self._agreement.hear("offer")), type=Offer)
+            offer = unpack((yield from self._agreement.hear("offer")), Offer, "rank 0")
             attempt.reset(offer)
             yield from self.prepare_on_all(attempt, offer)
             if (yield from self._agreement.hear("go")) == _GO:

@@ -30,6 +30,7 @@ from weightwire.report import Phases, Report, VersionRecord
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Leader, LeaseObserver
+from weightwire.session.records import unpack
 from weightwire.session.session import Session
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
 from weightwire.trainer_rank import Start, TrainerRank
@@ -298,7 +299,7 @@ class WeightSender(Handle):
         try:
             with phases.timed("ready"):
                 payload = drive(self._agreement.hear("start"), self._watch)
-            start = msgspec.msgpack.decode(payload, type=Start)
+            start = unpack(payload, Start, "rank 0")
             self._sending = start.offer
             report = self._ours.move(start.offer, start.readers, resolved, phases, began)
             with phases.timed("commit"):
