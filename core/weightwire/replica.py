@@ -17,7 +17,7 @@ from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
-from weightwire.session.records import Applied, RankReport
+from weightwire.session.records import Applied, RankReport, unpack
 from weightwire.session.session import Session
 from weightwire.table import TensorTable
 from weightwire.targets import WeightTarget
@@ -290,8 +290,8 @@ class Replica:
             begins = False
             heard = yield from self._agreement.hear("offer")
             if heard.startswith(_DETOUR):
-                return msgspec.msgpack.decode(heard.removeprefix(_DETOUR), type=Policy)
-            offer = msgspec.msgpack.decode(heard, type=Offer)
+                return unpack(heard.removeprefix(_DETOUR), Policy, "rank 0")
+            offer = unpack(heard, Offer, "rank 0")
             attempt.reset(offer)
             yield from self.prepare_on_all(attempt, offer)
             if (yield from self._agreement.hear("go")) == _GO:

@@ -28,6 +28,7 @@ from weightwire.report import Phases, Report, VersionRecord, together
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Leader, LeaseObserver
+from weightwire.session.records import unpack
 from weightwire.session.session import Session
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
 from weightwire.trainer_rank import Start, TrainerRank
@@ -361,7 +362,7 @@ class WeightSender(Handle):
             with phases.timed("ready"):
                 payload = drive(self._agreement.hear("start"), self._watch)
             if payload != _NOBODY:
-                start = msgspec.msgpack.decode(payload, type=Start)
+                start = unpack(payload, Start, "rank 0")
                 self._sending = start.offer
                 reports.append(self._ours.move(start.offer, start.readers, resolved, phases, began))
             with phases.timed("commit"):

@@ -19,6 +19,7 @@ from weightwire.report import Phases, Report
 from weightwire.send_plan import SendPlan
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Member
+from weightwire.session.records import unpack
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Resolver, Spec, WeightSource, WireRules
 from weightwire.streaming import Stream, StreamingSource, refuse_lockstep
@@ -130,7 +131,7 @@ class TrainerRank:
             payloads = drive(
                 self._agreement.agree("arrive", msgspec.msgpack.encode(arrival), error), self._watch
             )
-            arrivals = [msgspec.msgpack.decode(payload, type=_Arrival) for payload in payloads]
+            arrivals = [unpack(payload, _Arrival, "a trainer rank") for payload in payloads]
             _refuse_unlike(arrivals)
             assert resolved is not None  # noqa: S101 - agree() raised otherwise
             digests = tuple(other.spec for other in arrivals)
@@ -178,7 +179,7 @@ class TrainerRank:
         except BaseException as caught:
             error = caught
         payloads = drive(self._agreement.agree("table", made, error), self._watch)
-        found = [msgspec.msgpack.decode(payload, type=_Made) for payload in payloads]
+        found = [unpack(payload, _Made, "a trainer rank") for payload in payloads]
         _refuse_other_options(found)
         self.transports = tuple(other.transport for other in found)
         self._digests = digests

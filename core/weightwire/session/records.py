@@ -44,6 +44,7 @@ __all__ = [
     "Status",
     "Turn",
     "TurnOver",
+    "unpack",
 ]
 
 SCHEMA = 1
@@ -231,6 +232,7 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 
 class Codec:
@@ -352,3 +354,17 @@ class Codec:
         # A JSON list delimits its parts unambiguously; the body follows as it travels.
         message = msgspec.json.encode(parts) + bytes(envelope.body)
         return hmac.new(self._key, message, hashlib.sha256).hexdigest()
+
+
+def unpack(payload: bytes, kind: type[T], who: str) -> T:
+    """What a rank of one's own side says in an agreement, as its type.
+
+    Raises:
+        SessionError: it can't be read; names ``who``.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise SessionError(
+            f"what {who} says can't be read ({error}): run one weightwire version on all ranks"
+        ) from error

@@ -32,10 +32,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 from weightwire.deadline import Deadline, patience
 from weightwire.errors import ConfigError, SessionError
 from weightwire.session.marks import mark, open_value, seal_value
+from weightwire.session.records import MAX_RECORD
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
 from weightwire.session.urls import is_loopback, without_credentials
 
-__all__ = ["TcpScheme", "TcpStore"]
+__all__ = ["TcpScheme", "TcpStore", "keys_of"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -147,21 +148,16 @@ class TcpStore(SessionStore):
         TCPStore's own ``list_keys`` waits for its answer with the interpreter locked:
         a server that stands still would stop every thread of every client.
         """
-        text = self._run("list", prefix, lambda store: _peek(store, self._index)).decode()
-        if text == _ABSENT:
+        index = self._run("list", prefix, lambda store: _peek(store, self._index))
+        if index == _ABSENT.encode():
             return []
-        lines = text.splitlines()
-        keys: dict[str, None] = {}
-        for line in lines:
-            if line.startswith("+"):
-                keys[line[1:]] = None
-            else:
-                keys.pop(line[1:], None)
-        if len(lines) > 2 * len(keys) + _SLACK_LINES:
+        keys, lines = keys_of(index)
+        if lines > 2 * len(keys) + _SLACK_LINES:
             # Whoever comes first shortens it; an entry appended meanwhile makes this a no-op.
+            text = index.decode()
             short = "".join(f"+{key}\n" for key in keys)
             self._run("list", prefix, lambda store: store.compare_set(self._index, text, short))
-        return list(keys)
+        return keys
 
     def _run(self, verb: str, key: str, operation: Callable[[TCPStore], T]) -> T:
         """Run one operation, reconnecting once if the server was replaced meanwhile."""
@@ -283,6 +279,34 @@ class _Connection:
         while (work := self._work.get()) is not None:
             work()
             del work  # it holds the client, which closes its socket with its last reference
+
+
+def keys_of(index: bytes) -> tuple[list[str], int]:
+    """The keys that an index lists, and how many entries it has.
+
+    Raises:
+        SessionError: nobody of ours wrote it.
+    """
+    if len(index) > MAX_RECORD:
+        raise SessionError(f"the session's index has {len(index)} bytes: more than {MAX_RECORD}")
+    try:
+        lines = index.decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise SessionError(
+            f"the session's index can't be read ({error}): is something else writing to it? "
+            "choose another name"
+        ) from error
+    if lines.pop() or any(line[:1] not in ("+", "-") for line in lines):
+        raise SessionError(
+            "the session's index isn't one: is something else writing to it? choose another name"
+        )
+    keys: dict[str, None] = {}
+    for line in lines:
+        if line.startswith("+"):
+            keys[line[1:]] = None
+        else:
+            keys.pop(line[1:], None)
+    return list(keys), len(lines)
 
 
 def _client(host: str, port: int, seconds: float) -> TCPStore:

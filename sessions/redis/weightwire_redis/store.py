@@ -36,7 +36,7 @@ from weightwire_redis.address import Address
 from weightwire_redis.connection import Command, Connections, Link, Unreachable
 from weightwire_redis.values import read_identity, read_number, read_record
 
-__all__ = ["RedisStore"]
+__all__ = ["RedisStore", "names_of"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -137,11 +137,11 @@ class RedisStore(SessionStore):
     def children(self, prefix: str) -> list[str]:
         names = self._run("list", prefix, lambda link: self._look(link, self._ranges(prefix)))
         start = len(prefix) + 1
-        return sorted({key[start:].partition("/")[0] for key in _names(self.url, names)})
+        return sorted({key[start:].partition("/")[0] for key in names_of(self.url, names)})
 
     def delete_tree(self, prefix: str) -> None:
         def decide(found: list[Any]) -> list[Command]:
-            return self._removal([prefix, *_names(self.url, found)])
+            return self._removal([prefix, *names_of(self.url, found)])
 
         watched = [self._records, self._leases, self._prefix + prefix]
         self._run(
@@ -307,7 +307,7 @@ class RedisStore(SessionStore):
             )
 
 
-def _names(url: str, ranges: Sequence[Any]) -> list[str]:
+def names_of(url: str, ranges: Sequence[Any]) -> list[str]:
     """The names in replies to ``_ranges``."""
     names: list[str] = []
     for found in ranges:
