@@ -54,7 +54,6 @@ CASES = {
     ),
     "qwen3-tied": ("qwen3-tied", "fsdp=2,dp=2", "tp=1", {}),
     "glm4_moe": ("glm4_moe", "fsdp=4,ep=4", "tp=1", {}),
-    "llama pp=2": ("llama", "fsdp=2", "pp=2", {"pipeline_parallel_size": 2}),
 }
 SLICE = ("qwen3_moe tp=2 ep=2",)
 
