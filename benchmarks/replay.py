@@ -2,11 +2,11 @@
 
 A dense bf16 model in a running vLLM is updated from tensors that lie in memory, as they
 do once they have arrived: planned once, then replayed.  Beside it, on the same
-tensors with the same threads, the copies that no replay can avoid: from the arena
-into a layer in load-time layout, and from there into the memory that its kernels
-know; one where the layer needs no processing.  These are made by
-``_foreach_copy_`` into memory allocated before.  Every repetition alternates the two;
-a round is so many repetitions, and its ratio that of its medians.
+tensors with the same threads, the copies that no replay can avoid: from where they
+arrived into a layer in load-time layout, and from there into the memory that its
+kernels know; one where the layer needs no processing.  These are made by two
+``_foreach_copy_`` with memory for all layers allocated before.  Every repetition
+alternates the two; a round is so many repetitions, and its ratio that of its medians.
 
     python benchmarks/replay.py [--json] [--rounds 7] [--repeats 9]
 """
@@ -51,6 +51,7 @@ def measure(
 
     from weightwire.sources import WireRules, as_source, resolve
     from weightwire.tables import build_table
+    from weightwire.trace import Run
     from weightwire_vllm import inprocess
     from weightwire_vllm.compare import comparable_engines
     from weightwire_vllm.models import save_checkpoint, tiny_model
@@ -86,16 +87,22 @@ def measure(
         for region, tensor in arrived.items():
             groups.setdefault(cuts.group_of(region), {})[region] = tensor
         plan = target._plan
-        arenas, layouts, kernels, direct, straight = [], [], [], [], []
-        for key in plan.trace.tape.written:
-            live = dict(held.named_parameters())[key].data
-            if plan.unit_of[key].staged:
-                layouts.append(torch.zeros_like(live))
-                arenas.append(torch.rand(live.shape).to(live.dtype))
-                kernels.append(torch.zeros_like(live))
-            else:
-                straight.append(torch.rand(live.shape).to(live.dtype))
-                direct.append(torch.zeros_like(live))
+        live = {name: tensor.data for name, tensor in held.named_parameters()}
+        # Where the layers are staged, memory for all of them; elsewhere their own.
+        layouts = {
+            key: torch.zeros_like(live[key]) if plan.unit_of[key].staged else live[key]
+            for key in plan.trace.tape.written
+        }
+        run = Run(plan.program, layouts.__getitem__)
+        run._arrived.update(arrived)
+        copied = [
+            [run._tensor(ref) for ref in instruction.args[:2]]
+            for batch in plan.program.batches.values()
+            for instruction in batch
+            if instruction.is_copy
+        ]
+        into, arenas = ([pair[side] for pair in copied] for side in (0, 1))
+        staged = [key for key in layouts if plan.unit_of[key].staged]
 
         def replay() -> None:
             target.begin(1)
@@ -104,10 +111,8 @@ def measure(
             target.commit()
 
         def copies() -> None:
-            torch._foreach_copy_(layouts, arenas)
-            torch._foreach_copy_(kernels, layouts)
-            if direct:
-                torch._foreach_copy_(direct, straight)
+            torch._foreach_copy_(into, arenas)
+            torch._foreach_copy_([live[key] for key in staged], [layouts[key] for key in staged])
 
         replay()
         copies()
@@ -121,6 +126,9 @@ def measure(
                     taken[name].append(time.perf_counter() - began)
             for name, times in taken.items():
                 medians[name].append(statistics.median(times))
+        for key in staged:
+            live[key].zero_()
+        replay()
         wrong = [
             name
             for name, tensor in dict(held.named_parameters()).items()

@@ -43,11 +43,12 @@ def main() -> None:
         before = kept.get(kind) or [""] * 6
         cells = [new or old for new, old in zip(_row(kind, tests), before, strict=True)]
         lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
-    commits = ", ".join(sorted({report["commit"][:9] for report in reports}))
-    note = f"`make families` at {commits}"
-    earlier = re.search(r"`make families` at (.*)\.", table)
-    if kept and earlier is not None:
-        note += f"; what that run doesn't have, at {earlier[1]}"
+    commits = sorted({report["commit"][:9] for report in reports})
+    note = f"`make families` at {', '.join(commits)}"
+    line = re.search(r"`make families` at (.*)\.", table)
+    earlier = re.findall(r"\b[0-9a-f]{9}\b", line[1]) if kept and line is not None else []
+    if before := [commit for commit in earlier if commit not in commits]:
+        note += f"; what these runs don't have, at {', '.join(before)}"
     DOC.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n\n{note}.\n{END}{tail}")
     print(f"wrote {DOC}")
 

@@ -6,7 +6,9 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -187,6 +189,9 @@ def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
     from weightwire_vllm.models import save_checkpoint
     from weightwire_vllm.target import VllmTarget
 
+    sys.path.insert(0, str(Path(__file__).parent))
+    from kinds import SEEDS, make
+
     current: dict[tuple[str, bool], Lab] = {}
 
     def stop() -> None:
@@ -232,16 +237,3 @@ def lab(request: pytest.FixtureRequest, labs: Callable[[str], Lab]) -> Lab:
 @pytest.fixture(scope="session")
 def payloads() -> Callable[..., Payload]:
     return payload
-
-
-SEEDS = {"A": 1, "B": 2}
-
-
-def make(kind: str, seed: int) -> Any:
-    """A model whose vocabulary vLLM pads, so that padding is compared too."""
-    from weightwire_vllm.families import family_model
-    from weightwire_vllm.models import tiny_model
-
-    if kind in ("qwen3", "qwen3-tied", "qwen3_moe"):
-        return tiny_model(kind, seed, vocab_size=300)
-    return family_model(kind, seed)

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from kinds import SEEDS, make
 from torch.distributed.fsdp import fully_shard
 
 import weightwire
-from weightwire_vllm.families import family_model
-
-SEEDS = {"B": 2, "A": 1}  # those of the engines that it is compared with
 
 
 def main() -> None:
@@ -24,8 +22,8 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory / 'trainer'}", rank=rank, world_size=world
     )
-    for which, seed in SEEDS.items():
-        model = family_model(sys.argv[4], seed)
+    for which in ("B", "A"):
+        model = make(sys.argv[4], SEEDS[which])
         fully_shard(model)
         with weightwire.open_sender(
             "filesystem",

@@ -48,18 +48,18 @@ def test_updates_equal_cold_engines(lab, record_property):
 
 
 @pytest.fixture
-def trainer(lab, tmp_path):
-    """Three trainer ranks that have a model's rows between them; called, waits for them."""
+def trainer(lab, tmp_path, world):
+    """Trainer ranks that have a model's rows between them; called, waits for them."""
     command = [sys.executable, str(Path(__file__).with_name("sharded_trainer.py"))]
     ranks: list[subprocess.Popen[bytes]] = []
-    for rank in range(3):
+    for rank in range(world):
         with (tmp_path / f"rank{rank}.log").open("w") as log:
-            arguments = [str(rank), "3", str(tmp_path), lab.kind.partition("@")[0]]
+            arguments = [str(rank), str(world), str(tmp_path), lab.kind.partition("@")[0]]
             ranks.append(subprocess.Popen([*command, *arguments], stderr=log))
 
     def published() -> None:
         done = [rank.wait(120) for rank in ranks]
-        assert done == [0, 0, 0], (tmp_path / "rank0.log").read_text()
+        assert done == [0] * world, (tmp_path / "rank0.log").read_text()
 
     yield published
     for rank in ranks:
@@ -67,7 +67,8 @@ def trainer(lab, tmp_path):
         rank.wait()
 
 
-def test_a_trainer_of_three_ranks(lab, trainer, tmp_path):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 3])
+def test_a_sharded_trainer(lab, trainer, tmp_path):
     trainer()
     for which in ("B", "A"):
         session = f"file://{tmp_path / which}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from weightwire.copying import copy_all
 from weightwire.cuts import Cuts
 from weightwire.errors import TraceError
 from weightwire.table import Region, TensorTable
@@ -33,6 +34,10 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 
 
+Step = Instruction | list[Instruction]
+"""One operation, or copies whose order doesn't matter."""
+
+
 @dataclass
 class Program:
     """The static plan of one rank.
@@ -41,6 +46,7 @@ class Program:
         regions: what is read, in the table's order.
         batches: by group, instructions in order; the last batch has no group and
             runs at the end.
+        steps: the batches as they are run.
         first: by destination, the group whose batch touches it first.
         last: by destination, the group whose batch touches it last.
         kept: by region, the later group until which it is kept.
@@ -51,6 +57,7 @@ class Program:
 
     regions: tuple[Region, ...] = ()
     batches: dict[int, list[Instruction]] = field(default_factory=dict)
+    steps: dict[int, list[Step]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
     kept: dict[Region, int] = field(default_factory=dict)
@@ -114,7 +121,28 @@ def compile_tape(tape: Tape, table: TensorTable) -> Program:
                 last_use[touched.name] = max(last_use.get(touched.name, 0), group)
     for value, group in last_use.items():
         program.dies.setdefault(group, []).append(value)
+    program.steps = {group: _steps(batch) for group, batch in program.batches.items()}
     return program
+
+
+def _steps(batch: Sequence[Instruction]) -> list[Step]:
+    """A batch with its copies put together where none of them touches what another writes."""
+    steps: list[Step] = []
+    copies: list[Instruction] = []
+    written: dict[str | int, _Spans] = {}
+    for instruction in batch:
+        joins = instruction.is_copy and instruction.args[0].kind is Kind.DESTINATION
+        if not joins or instruction.args[1].kind is Kind.DESTINATION:
+            steps.append(instruction)
+            copies, written = [], {}
+            continue
+        to: Ref = instruction.args[0]
+        if not copies or (to.name in written and written[to.name].latest(*to.span) >= 0):
+            copies, written = [], {}
+            steps.append(copies)
+        copies.append(instruction)
+        written.setdefault(to.name, _Spans()).add(*to.span, 0)
+    return steps
 
 
 def _live(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -249,8 +277,8 @@ class Run:
         # Destinations may be of classes that see every operation on them: these are
         # what their loader did with them already.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for instruction in program.batches[group]:
-                self._execute(instruction)
+            for step in program.steps[group]:
+                self._execute(step)
         for value in program.dies.get(group, ()):
             self._values.pop(value, None)
         for region in [r for r in self._arrived if program.kept.get(r, group + 1) <= group]:
@@ -258,10 +286,13 @@ class Run:
         for key in [k for k in self._joined if program.joined[k] <= group]:
             del self._joined[key]
 
-    def _execute(self, instruction: Instruction) -> None:
-        if instruction.is_copy:
-            self._tensor(instruction.args[0]).copy_(self._tensor(instruction.args[1]))
+    def _execute(self, step: Step) -> None:
+        if isinstance(step, list):
+            # In one call: threads that rest between copies take longer to wake than to copy.
+            pairs = [instruction.args for instruction in step]
+            copy_all([self._tensor(to) for to, _ in pairs], [self._tensor(of) for _, of in pairs])
             return
+        instruction = step
         args, kwargs = tree_map(
             self._argument,
             (instruction.args, instruction.kwargs),

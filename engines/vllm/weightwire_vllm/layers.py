@@ -13,7 +13,7 @@ from weightwire.errors import TraceError
 from weightwire_vllm import compat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from weightwire_vllm.dryrun import LoadTrace
 
@@ -115,32 +115,38 @@ def live_tensor(trace: LoadTrace, key: str) -> Tensor | None:
     return registry.get(slot.name)
 
 
-def process(unit: Unit, staged: Mapping[str, Tensor], device: torch.device) -> None:
-    """Post-process a unit once, and copy the result over its kernel tensors.
+def process(filled: Sequence[tuple[Unit, Mapping[str, Tensor]]], device: torch.device) -> None:
+    """Post-process units once, and copy the results over their kernel tensors.
 
     Args:
-        staged: its written destinations, filled, in load-time layout.
+        filled: with each, its written destinations, filled, in load-time layout.
 
     Whatever happens, the layers hold the tensors that they held before.
     """
-    loaded = {key.rpartition(".")[2] for key in unit.keys}
-    for recipe in unit.recipes:
-        kernel = compat.Registries(recipe.layer)
-        pins = _Pins([recipe.layer])
-        experts = compat.take_moe_kernels(recipe.layer)
-        try:
-            with _plainly():
-                _install(recipe, kernel, staged, device)
-            if recipe.processed:
-                compat.drop_moe_kernels(experts)
-                compat.post_process(recipe.layer)
-            with _plainly():
-                _copy_back(recipe, kernel, loaded)
-                pins.restore()
-        finally:
-            kernel.put_back()
-            # The kernel of the first load: it knows the memory that has just been filled.
-            compat.give_moe_kernels(experts)
+    held: list[_Held] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    try:
+        for unit, staged in filled:
+            loaded = {key.rpartition(".")[2] for key in unit.keys}
+            for recipe in unit.recipes:
+                layer = _Held(recipe.layer)
+                held.append(layer)
+                with _plainly():
+                    _install(recipe, layer.kernel, staged, device)
+                if recipe.processed:
+                    compat.drop_moe_kernels(layer.experts)
+                    compat.post_process(recipe.layer)
+                with _plainly():
+                    copies.extend(_copies(recipe, layer.kernel, loaded))
+                    if len(unit.recipes) > 1:  # the next may process the same tensors
+                        _copy(copies)
+        with _plainly():
+            _copy(copies)
+            for layer in held:
+                layer.pins.restore()
+    finally:
+        for layer in held:
+            layer.put_back()
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
@@ -175,6 +181,20 @@ class _Pins:
                 if isinstance(new, Tensor) and new is not old and _same_layout(new, old):
                     old.copy_(new)
                     vars(holder)[name] = old
+
+
+class _Held:
+    """What a layer holds, while it is in load-time layout."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.kernel = compat.Registries(layer)
+        self.pins = _Pins([layer])
+        self.experts = compat.take_moe_kernels(layer)
+
+    def put_back(self) -> None:
+        self.kernel.put_back()
+        # The kernel of the first load: it knows the memory that has just been filled.
+        compat.give_moe_kernels(self.experts)
 
 
 def _check_views(path: str, layer: nn.Module) -> None:
@@ -270,9 +290,10 @@ def initial(key: str, like: Tensor, live: Tensor | None, device: torch.device) -
     return tensor
 
 
-def _copy_back(recipe: _Recipe, kernel: compat.Registries, loaded: set[str]) -> None:
-    """Copy processed values into the memory that kernels and CUDA graphs know."""
-    copies: list[tuple[Tensor, Tensor]] = []
+def _copies(
+    recipe: _Recipe, kernel: compat.Registries, loaded: set[str]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The memory that kernels and CUDA graphs know, with the processed values for it."""
     held: dict[str, Tensor | None] = {**kernel.parameters, **kernel.buffers}
     processed: dict[str, Tensor | None] = {**recipe.layer._buffers, **recipe.layer._parameters}
     for name, old in held.items():
@@ -286,6 +307,9 @@ def _copy_back(recipe: _Recipe, kernel: compat.Registries, loaded: set[str]) -> 
                 f"{recipe.path}.{name} is {tuple(new.shape)}, {new.dtype} after processing and was "
                 f"{tuple(old.shape)}, {old.dtype}: it can't be updated in place; restart the engine"
             )
-        copies.append((old.data, new.data))
-    if copies:
-        copy_all([old for old, _ in copies], [new for _, new in copies])
+        yield old.data, new.data
+
+
+def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+    copy_all([old for old, _ in copies], [new for _, new in copies])
+    copies.clear()

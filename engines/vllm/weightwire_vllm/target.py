@@ -36,6 +36,9 @@ __all__ = ["VllmTarget"]
 
 _log = logging.getLogger("weightwire.vllm")
 
+_TOGETHER = 64 << 20
+"""Bytes of layers that are processed at one time: what processing makes anew lives so long."""
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -218,12 +221,24 @@ class VllmTarget(WeightTarget):
 
     def _finish(self, units: Sequence[Unit]) -> None:
         _, update = self._running("write")
+        together: list[tuple[Unit, dict[str, Tensor]]] = []
+        nbytes = 0
         for unit in units:
             if unit.staged:
                 update.changed = True
                 staged = {key: update.staged.pop(key) for key in unit.keys}
-                process(unit, staged, self._device)
-                self._keep_spare(staged)
+                together.append((unit, staged))
+                nbytes += sum(tensor.nbytes for tensor in staged.values())
+            if nbytes >= _TOGETHER:
+                self._process(together)
+                nbytes = 0
+        self._process(together)
+
+    def _process(self, together: list[tuple[Unit, dict[str, Tensor]]]) -> None:
+        process(together, self._device)
+        for _, staged in together:
+            self._keep_spare(staged)
+        together.clear()
 
     def _take_spare(self, like: Tensor) -> torch.UntypedStorage | None:
         spare = self._spare.get(_extent_nbytes(like))

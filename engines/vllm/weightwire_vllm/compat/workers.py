@@ -1,0 +1,106 @@
+"""A worker in its engine: its place, its weight transfer engine, its update sessions."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "ENGINE_NAME",
+    "ReplicaLayout",
+    "close_session",
+    "config_context",
+    "end_update",
+    "leave_session",
+    "register_engine",
+    "replica_layout",
+]
+
+ENGINE_NAME = "weightwire"
+"""The backend's name in ``weight_transfer_config``."""
+
+
+@dataclass(frozen=True)
+class ReplicaLayout:
+    """Where a worker stands in its replica.
+
+    Attributes:
+        rank: rank among the workers that share one copy of the model.
+        world_size: number of those workers (tensor times pipeline parallel).
+        suffix: tells data-parallel replicas of one engine apart; empty for one.
+        speaks: whether this worker raises the replica's errors.
+    """
+
+    rank: int
+    world_size: int
+    suffix: str
+    speaks: bool
+
+
+def replica_layout(vllm_config: Any) -> ReplicaLayout:
+    """A worker's place, from its own parallel config."""
+    parallel = vllm_config.parallel_config
+    suffix = f"-dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+    rank, world_size = int(parallel.rank), int(parallel.world_size)
+    # MultiprocExecutor leaves the replies behind the first failing rank unread.
+    # Under an external launcher every rank answers to a caller of its own.
+    alone = parallel.distributed_executor_backend == "external_launcher"
+    return ReplicaLayout(rank, world_size, suffix, alone or rank == world_size - 1)
+
+
+def register_engine(module: str, name: str) -> None:
+    """Register our weight transfer engine; a second call changes nothing."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    # register_engine raises on duplicates, and plug-ins load once per process
+    # and again in every test that calls the entry point.
+    if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(ENGINE_NAME, module, name)
+
+
+def end_update(engine: Any) -> None:
+    """Close the update session that the calling vLLM worker holds open.
+
+    The worker closes it itself only where ``update_weights`` raises, and not at
+    all where ``finish_weight_update`` does; it refuses the next one while open.
+    The engine isn't given its worker, so that it is found among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if caller is not None and getattr(caller, "weight_transfer_engine", None) is engine:
+            caller._weight_update_active = False
+            return
+        frame = frame.f_back
+
+
+def close_session(llm: Any, version: int | None) -> None:
+    """Finish an ``LLM``'s update and tell it the version, if it knows any."""
+    if version is not None and inspect.signature(llm.finish_weight_update).parameters:
+        llm.finish_weight_update(str(version))
+    else:
+        llm.finish_weight_update()
+
+
+def leave_session(llm: Any) -> None:
+    """Shut down an in-process ``LLM``'s weight transfer engine, and nothing else."""
+    if hasattr(llm, "shutdown_weight_transfer_engine"):
+        llm.shutdown_weight_transfer_engine()
+    else:
+        llm.collective_rpc(lambda worker: worker.weight_transfer_engine.shutdown())
+
+
+@contextmanager
+def config_context(vllm_config: Any) -> Iterator[None]:
+    """vLLM's own context for code that reads the current config while loading."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        yield
