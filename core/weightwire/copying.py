@@ -23,8 +23,8 @@ _MOST_THREADS = 8
 def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """``into[i].copy_(of[i])`` for all of them, fused where torch can.
 
-    Where dtypes are equal, bits are copied.  Plain host memory is copied in chunks that
-    threads share: torch splits each tensor into fixed parts and spins until the last one
+    Where dtypes are equal, bits are copied.  Much plain host memory is copied in chunks
+    that threads share: torch splits each tensor into fixed parts and spins until the last one
     is done, which costs several times the copy where another process wants the core (the
     one at the transfer's other end does).  torch's fused kernel for GPUs takes
     floating-point elements through a wider type, which makes one NaN of all NaNs, so
@@ -36,9 +36,10 @@ def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool
     """
     targets, sources = [], []
     plain: list[tuple[Tensor, Tensor]] = []
+    is_much = sum(to.nbytes for to in into) >= 2 * _THREAD
     with torch.no_grad():
         for to, source in zip(into, of, strict=True):
-            alike = to.dtype == source.dtype and to.shape == source.shape
+            alike = is_much and to.dtype == source.dtype and to.shape == source.shape
             if alike and _is_plain_memory(to) and _is_plain_memory(source):
                 plain.append((to, source))
                 continue

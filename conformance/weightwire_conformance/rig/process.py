@@ -80,11 +80,18 @@ def _serve(output: _Output) -> None:
 
     threading.Thread(target=read, name="reader", daemon=True).start()
     output.write(id=0, result=os.getpid(), seconds=0.0)
+    message: dict[str, Any] | None = None
     while True:
         try:
-            _run(commands, output, waiting.get())
-        except KeyboardInterrupt:
+            message = waiting.get()
+            _run(commands, output, message)
+            message = None
+        except KeyboardInterrupt as error:  # outside the command, or while it was answered
             output.write(event="interrupted")
+            if message is not None:  # the first answer counts
+                names = [kind.__name__ for kind in type(error).__mro__]
+                output.write(id=message["id"], error=names, message="", seconds=0.0)
+                message = None
 
 
 def _become_worker(connection: socket.socket, log: str) -> None:

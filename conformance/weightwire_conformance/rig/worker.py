@@ -200,7 +200,7 @@ class Worker:
                     if "event" in message:
                         self._events.append(message)
                     else:
-                        self.answers[message["id"]] = message
+                        self.answers.setdefault(message["id"], message)
                     self._news.notify_all()
         with self._news:
             self.dead = True
