@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from weightwire_conformance.rig import posix
 
 if TYPE_CHECKING:
     from weightwire_conformance.chaos.world import World
@@ -49,12 +50,12 @@ def _stop(world: World, side: Side) -> None:
     seconds = world.dice.choice([0.1, 1.5]) * world.lease
     world.excused.update(worker.pid for worker in side.workers)
     for worker in side.workers:
-        os.kill(worker.pid, signal.SIGSTOP)
+        os.kill(worker.pid, posix.STOP)
     try:
         time.sleep(seconds)
     finally:
         for worker in side.workers:
-            os.kill(worker.pid, signal.SIGCONT)
+            os.kill(worker.pid, posix.CONTINUE)
 
 
 def _stop_sender(world: World) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import subprocess
 import time
@@ -30,7 +29,7 @@ from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 from weightwire_conformance.chaos.faults import FAULTS, Fault, unfill
 from weightwire_conformance.chaos.report import ChaosReport
-from weightwire_conformance.rig import Fleet, Pool, Side
+from weightwire_conformance.rig import Fleet, Pool, Side, posix
 from weightwire_conformance.rig.fleet import SLACK_SECONDS
 from weightwire_conformance.rig.worker import Calls, NoAnswer, RemoteError, WorkerDied
 
@@ -376,7 +375,7 @@ class World:
 
 def _mount(directory: Path) -> bool:
     """Make ``directory`` a small disk, if this process may."""
-    if os.geteuid() != 0:
+    if not posix.is_root():
         return False
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SMALL_DISK},mode=0700", "tmpfs"]
     return subprocess.run([*command, str(directory)], capture_output=True).returncode == 0

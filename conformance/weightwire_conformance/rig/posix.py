@@ -9,16 +9,22 @@ import socket
 import sys
 
 __all__ = [
+    "CONTINUE",
     "DUMP_STACKS",
     "KILL",
+    "STOP",
     "collect_children",
     "dump_stacks_when_asked",
     "fork",
+    "is_root",
     "local_socket",
 ]
 
 if sys.platform == "win32":
-    KILL = DUMP_STACKS = signal.SIGTERM
+    KILL = STOP = CONTINUE = DUMP_STACKS = signal.SIGTERM
+
+    def is_root() -> bool:
+        return False
 
     def local_socket() -> socket.socket:
         raise OSError("the conformance rig forks processes and reads /proc: run it on Linux")
@@ -32,8 +38,12 @@ if sys.platform == "win32":
     def dump_stacks_when_asked() -> None:
         raise NotImplementedError
 else:
-    KILL = signal.SIGKILL
+    KILL, STOP, CONTINUE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
     DUMP_STACKS = signal.SIGUSR1
+
+    def is_root() -> bool:
+        """Whether this process may mount disks."""
+        return os.geteuid() == 0
 
     def local_socket() -> socket.socket:
         """A socket between processes of one host."""
