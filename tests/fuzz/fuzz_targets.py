@@ -23,7 +23,7 @@ import weightwire_nixl.wire
 import weightwire_redis.store
 import weightwire_redis.values
 from weightwire import parts, table, views
-from weightwire.contract import Offer, Policy, Seal
+from weightwire.contract import Offer, Policy, Seal, decode_message
 from weightwire.errors import SessionError, TransferError
 from weightwire.fingerprint import Fingerprint
 from weightwire.memory import wire as memory_wire
@@ -200,7 +200,7 @@ def run_nixl_plan(payload: bytes) -> None:
 
 def run_memory(payload: bytes) -> None:
     kind = memory_wire.SenderInfo if b"headers" in payload else memory_wire.ReaderInfo
-    found = memory_wire.decode(payload, kind, "receiver 'one'")
+    found = decode_message(payload, kind, "receiver 'one'")
     memory_wire.session_path(found.path, "ab" * 8, "receiver 'one'")
 
 
@@ -248,7 +248,7 @@ def run_nccl(payload: bytes) -> None:
     """Decoded as each of what members say."""
     for kind in (NCCL.SenderInfo, NCCL.ReaderInfo, NCCL.Opening, NCCL.Hello, NCCL.Wait):
         with contextlib.suppress(TransferError):
-            NCCL.decode(payload, kind, "sender rank 0")
+            decode_message(payload, kind, "sender rank 0")
 
 
 # ---------------------------------------------------------------------- notification
@@ -276,7 +276,7 @@ def run_notification(payload: bytes) -> None:
 
 
 def run_nixl_info(payload: bytes) -> None:
-    WIRE.decode(payload, WIRE.ReaderInfo, "receiver 'one'")
+    decode_message(payload, WIRE.ReaderInfo, "receiver 'one'")
 
 
 # ---------------------------------------------------------------------- safetensors index
@@ -417,7 +417,7 @@ TARGETS = [
             ),
         ],
         run_memory,
-        (memory_wire.decode, memory_wire.session_path),
+        (decode_message, memory_wire.session_path),
     ),
     Target(
         "digests of a plan",
@@ -431,14 +431,14 @@ TARGETS = [
         run_header,
         (NCCL.Header.decode.__func__, NCCL.Header.difference),
     ),
-    Target("words of nccl", [PACK(said) for said in NCCL_SAID], run_nccl, (NCCL.decode,)),
+    Target("words of nccl", [PACK(said) for said in NCCL_SAID], run_nccl, (decode_message,)),
     Target(
         "notification of nixl",
         [WIRE.encode(message) for message in MESSAGES],
         run_notification,
         (WIRE.read_message, WIRE.readable),
     ),
-    Target("words of nixl", [PACK(NIXL_READER)], run_nixl_info, (WIRE.decode,)),
+    Target("words of nixl", [PACK(NIXL_READER)], run_nixl_info, (decode_message,)),
     Target(
         "safetensors index",
         [

@@ -14,7 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from weightwire.errors import BackendNotFound, BackendUnavailable, ConfigError
+from weightwire.errors import BackendNotFound, BackendUnavailable
 from weightwire.plugins import registry
 
 __all__ = ["conformance"]
@@ -82,7 +82,7 @@ def conformance(
     Exit code 1 when anything FAILED.
     """
     if bool(backends) == bool(store):
-        raise ConfigError("name backends, or stores by --store URL: one of the two")
+        raise typer.BadParameter("name backends, or stores by --store URL: one of the two")
     backends = backends or []
     if importlib.util.find_spec("pytest") is None:
         raise BackendUnavailable(f"the conformance kit needs pytest: {_INSTALL}")

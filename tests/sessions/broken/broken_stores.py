@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 from weightwire import hookimpl
@@ -63,6 +64,7 @@ class BrokenStore(SessionStore):
             case "looks-then-creates":
                 if self._run("SELECT 1 FROM records WHERE key = ?", key)[:-1]:
                     return False
+                time.sleep(0.005)  # another one looks meanwhile
                 self._run("REPLACE INTO records VALUES (?, ?)", key, value)
                 return True
             case "creates-over":

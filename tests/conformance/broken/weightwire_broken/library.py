@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-import weightwire.digest
 import weightwire.lifecycle.receiver
+import weightwire.mixing
 import weightwire.staging
 import weightwire.table
 import weightwire.targets
@@ -172,7 +172,7 @@ class MixesOtherwise(Spoils, BrokenMemory):
     """Its digests are its own: both sides agree on them, and nobody else does."""
 
     def spoil(self):
-        weightwire.digest._GAMMA = 3
+        weightwire.mixing.GAMMA = 3
 
 
 # ------------------------------------------------------------------ tables
