@@ -15,6 +15,7 @@ from weightwire.config import BackendChoice, select
 from weightwire.contract import Backend
 from weightwire.deadline import Deadline, Watch, calling
 from weightwire.errors import ConfigError, HandleError, UnsupportedOperation
+from weightwire.session.session import Session
 
 __all__ = ["Handle", "close_all", "ranks_of", "slot_device"]
 
@@ -61,6 +62,19 @@ class Handle:
     def _is_forked(self) -> bool:
         """True in a fork of the process that opened the handle and owns all that it holds."""
         return os.getpid() != self._pid
+
+    def _start_watch(self, deadline: Deadline) -> None:
+        """Outside any call; a part is in the midst of its whole's."""
+        if not self._is_part:
+            self._watch.start(deadline)
+
+    def _open_session(
+        self, where: str | Session, deadline: Deadline, token: str | None, *, serve: bool = False
+    ) -> Session:
+        """The session with this URL, or the one in which this handle has its part."""
+        if isinstance(where, Session):
+            return where
+        return Session.open(where, deadline=deadline, serve=serve, token=token)
 
     def _check_usable(self) -> None:
         if self._is_forked:

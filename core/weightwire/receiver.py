@@ -75,8 +75,7 @@ class WeightReceiver(Handle):
         self._version: int | None = None
         self._attempt: Attempt | None = None
         deadline = Deadline(options.open_timeout)
-        if not self._is_part:
-            self._watch.start(deadline)
+        self._start_watch(deadline)
         with calling(deadline):
             self._open(deadline)
 
@@ -86,11 +85,7 @@ class WeightReceiver(Handle):
         self._joined = False
         self._leader: Leader | None = None
         self._gone: SessionError | None = None
-        self._session = (
-            self._where
-            if isinstance(self._where, Session)
-            else Session.open(self._where, deadline=deadline, token=self._options.token)
-        )
+        self._session = self._open_session(self._where, deadline, self._options.token)
         with contextlib.ExitStack() as undo:
             undo.callback(self._session.close)
             self._observer = LeaseObserver(self._session)
@@ -544,8 +539,7 @@ class WeightReceiver(Handle):
     # ---------------------------------------------------------------------- closing
 
     def _release(self) -> None:
-        if not self._is_part:
-            self._watch.start(Deadline(_RELEASE_SECONDS))
+        self._start_watch(Deadline(_RELEASE_SECONDS))
         close_all(
             lambda: self._give_up(HandleError("the receiver was closed before commit()")),
             *([self._late.close] if self._late is not None else []),

@@ -81,10 +81,11 @@ class WeightSender(Handle):
         if options.catch_up is not None:
             catching_up.refuse_unfit(self._backend, options.catch_up)
         deadline = Deadline(options.open_timeout)
-        if not self._is_part:
-            self._watch.start(deadline)
+        self._start_watch(deadline)
         with calling(deadline), contextlib.ExitStack() as undo:
-            self._session = self._open_session(session, deadline)
+            self._session = self._open_session(
+                session, deadline, options.token, serve=self._rank == 0
+            )
             undo.callback(self._session.close)
             self._refuse_lost_past(options.resume_from)
             self._observer = LeaseObserver(self._session)
@@ -135,13 +136,6 @@ class WeightSender(Handle):
             undo.pop_all()
 
     # ---------------------------------------------------------------------- opening
-
-    def _open_session(self, session: str | Session, deadline: Deadline) -> Session:
-        if isinstance(session, Session):
-            return session
-        return Session.open(
-            session, deadline=deadline, serve=self._rank == 0, token=self._options.token
-        )
 
     def _open_catch_up(self) -> WeightSender | None:
         """The sender through which finished versions are stored for late receivers."""

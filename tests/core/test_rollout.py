@@ -197,7 +197,7 @@ def test_a_rollout_stops_when_as_many_are_out_as_may_be():
     serving = Status("serving", Policy(1, 1, 1))
     broken = Status("tainted", None, ErrorInfo("PeerLost", "the trainer died"))
     pool = {"a": replica("a", serving), "b": replica("b", broken), "c": replica("c", serving)}
-    rollout = Rollout(waves=1, done={"a": 1, "b": 1})
+    rollout = Rollout(done={"a": 1, "b": 1})
     with pytest.raises(TransferError) as caught:
         rollout.next_wave(2, pool, 1)
     assert str(caught.value) == (

@@ -112,23 +112,21 @@ def _truncate(world: World) -> None:
 
 
 def _disk_full(world: World) -> None:
-    filler = world.versions / _FILLER
     try:
-        with filler.open("wb", buffering=0) as file:
+        with filler_of(world).open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(64 << 10))
     except OSError:
         pass  # full
-    world.filler = filler
 
 
 def _small_disk(world: World) -> str:
     return _stored(world) or ("" if world.has_small_disk else "a small tmpfs needs root")
 
 
-def unfill(filler: Path) -> None:
-    """Give the disk its room back."""
-    filler.unlink(missing_ok=True)
+def filler_of(world: World) -> Path:
+    """The file that fills the disk while it is there."""
+    return world.versions / _FILLER
 
 
 FAULTS = (

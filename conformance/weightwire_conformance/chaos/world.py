@@ -27,10 +27,10 @@ from weightwire.deadline import Deadline
 from weightwire.inspection import inspect_session
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
-from weightwire_conformance.chaos.faults import FAULTS, Fault, unfill
+from weightwire_conformance.chaos.faults import FAULTS, Fault, filler_of
 from weightwire_conformance.chaos.report import ChaosReport
 from weightwire_conformance.rig import Fleet, Pool, Side, posix
-from weightwire_conformance.rig.fleet import SLACK_SECONDS
+from weightwire_conformance.rig.fleet import latest
 from weightwire_conformance.rig.worker import Calls, NoAnswer, RemoteError, WorkerDied
 
 __all__ = ["ChaosOptions", "World", "run"]
@@ -38,6 +38,9 @@ __all__ = ["ChaosOptions", "World", "run"]
 _LEASE = 2.0
 _SEND_SECONDS = 10.0
 _RECEIVE_SECONDS = 4.0
+_USUAL_SECONDS = 0.1
+"""A version's, about: faults come within them."""
+_OURS = {"WeightWireError", "KeyboardInterrupt"}
 _MOST_REPLICAS = 4
 _SMALL_DISK = 8 << 20
 _COUNT = itertools.count()
@@ -123,11 +126,9 @@ class World:
         self.must_restart: set[str] = set()
         self.excused: set[int] = set()
         self.damaged = self.slow = False
-        self.filler: Path | None = None
         self.version = 0
         self.finished = 0
         self._names = 0
-        self._usual = 0.1
         self.sender = self._open_sender(None)
         self.session = Session.open(self.fleet.url, deadline=Deadline(30.0), read_only=True)
         self.observer = LeaseObserver(self.session)
@@ -200,7 +201,7 @@ class World:
         rarest = [fault for fault in self.faults if self.report.faults[fault.name] == least]
         fault = self.dice.choice(rarest if self.dice.random() < 0.5 else self.faults)
         sending = self._start_sending()
-        time.sleep(self.dice.random() * self._usual)
+        time.sleep(self.dice.random() * _USUAL_SECONDS)
         happened = time.monotonic()
         fault.inject(self)
         self.report.faults[fault.name] += 1
@@ -243,9 +244,7 @@ class World:
 
     def _mend(self) -> None:
         """Start again whoever is gone, and undo what would last."""
-        if self.filler is not None:
-            unfill(self.filler)
-            self.filler = None
+        filler_of(self).unlink(missing_ok=True)
         if self.slow:
             self.slow = False
             self._ask(self.sender.first, "disarm", now=True)
@@ -281,7 +280,7 @@ class World:
                 if all(number is not None and number >= version for number in held):
                     del behind[name]
             if not behind:
-                return True
+                break
             if time.monotonic() > deadline:
                 return False
             # Whoever was left behind gets the next one.
@@ -309,7 +308,7 @@ class World:
             except RemoteError as error:
                 succeeded = False
                 seconds = error.seconds
-                if not {"WeightWireError", "KeyboardInterrupt"} & set(error.kinds):
+                if not _OURS & set(error.kinds):
                     self._fail(f"{who} failed with an error of somebody else: {error}")
             if call.do == "send":
                 self._judge_wait(who, pid, seconds, _SEND_SECONDS)
@@ -319,7 +318,7 @@ class World:
         if pid in self.excused:
             return
         self.report.note_wait(seconds, deadline)
-        if seconds > deadline * 1.1 + SLACK_SECONDS:
+        if seconds > latest(deadline):
             self._fail(f"{who}'s call took {seconds:.2f} s, its deadline is {deadline:g} s")
 
     def _judge(self, replica: Side) -> None:
@@ -337,7 +336,7 @@ class World:
                 if named is None and event["tainted"] is None and not event["pristine"]:
                     self._fail(f"{replica.name} rank {rank} holds a mixture, and doesn't say so")
                 kinds = event["error"]
-                if kinds and not {"WeightWireError", "KeyboardInterrupt"} & set(kinds):
+                if kinds and not _OURS & set(kinds):
                     self._fail(f"{replica.name} rank {rank}: {kinds[0]}: {event['message']}")
                 self._judge_wait(replica.name, worker.pid, event["seconds"], _RECEIVE_SECONDS)
 

@@ -351,9 +351,14 @@ def in_time(error: RemoteError, deadline: float) -> None:
     took_at_most(error.seconds, deadline, str(error))
 
 
+def latest(deadline: float) -> float:
+    """Seconds by which a call with this deadline must have ended."""
+    return deadline * 1.1 + SLACK_SECONDS
+
+
 def took_at_most(seconds: float, deadline: float, what: str) -> None:
     """Fail unless these are within a tenth and half a second of a deadline."""
-    if seconds > deadline * 1.1 + SLACK_SECONDS:
+    if seconds > latest(deadline):
         raise AssertionError(f"took {seconds:.2f} s with a deadline of {deadline:g} s: {what}")
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weightwire.cli.conformance import INSTALL
 from weightwire.config import select
 from weightwire.errors import BackendUnavailable, ConfigError
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from weightwire_conformance.chaos import ChaosReport
 
 __all__ = ["chaos"]
-
-_INSTALL = "install it with `pip install 'weightwire[conformance]'`"
 
 
 def chaos(
@@ -46,7 +45,7 @@ def chaos(
     something was wrong.
     """
     if importlib.util.find_spec("weightwire_conformance") is None:
-        raise BackendUnavailable(f"chaos needs the conformance kit: {_INSTALL}")
+        raise BackendUnavailable(f"chaos needs the conformance kit: {INSTALL}")
     from weightwire_conformance.chaos import FAULTS, ChaosOptions, run
     from weightwire_conformance.rig import Pool
 

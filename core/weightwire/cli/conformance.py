@@ -17,9 +17,9 @@ import typer
 from weightwire.errors import BackendNotFound, BackendUnavailable
 from weightwire.plugins import registry
 
-__all__ = ["conformance"]
+__all__ = ["INSTALL", "conformance"]
 
-_INSTALL = "install it with `pip install 'weightwire[conformance]'`"
+INSTALL = "install it with `pip install 'weightwire[conformance]'`"
 _INTERRUPTED, _USAGE, _NOTHING_RUN = 2, 4, 5  # pytest's exit codes
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODES = {_INTERRUPTED: 130, _USAGE: 2, _NOTHING_RUN: 2}
@@ -85,7 +85,7 @@ def conformance(
         raise typer.BadParameter("name backends, or stores by --store URL: one of the two")
     backends = backends or []
     if importlib.util.find_spec("pytest") is None:
-        raise BackendUnavailable(f"the conformance kit needs pytest: {_INSTALL}")
+        raise BackendUnavailable(f"the conformance kit needs pytest: {INSTALL}")
     try:
         for name in dict.fromkeys(backends):
             _refuse_unknown(name)

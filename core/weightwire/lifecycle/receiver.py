@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from weightwire.contract import Capabilities, Offer, Policy
 from weightwire.errors import (
@@ -227,8 +227,7 @@ class ReceiverMachine:
                 return None
             if record is not None and record.offer.policy.version >= minimum:
                 return None
-            sender = newest(self.session, "senders")
-            finished = next(readable_policies(self.session, sender), None) if sender else None
+            finished = next(self._finished(), None)
             # A newer one may be on its way there: an older one isn't current.
             if finished is not None and minimum <= finished.version == stored():
                 return finished
@@ -249,15 +248,19 @@ class ReceiverMachine:
         """The target holds no version; ``tainted`` unless it is as it was."""
         if tainted is not None:
             self.tainted = tainted
-        self.state = ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE
+        self._settle()
         with contextlib.suppress(SessionError):
             self._write_current_status()
 
     def policy_of(self, version: int) -> Policy | None:
         """The finished policy with this version number, or None if none counts."""
+        return next((policy for policy in self._finished() if policy.version == version), None)
+
+    def _finished(self) -> Iterator[Policy]:
+        """Finished policies that count, newest first."""
         sender = newest(self.session, "senders")
-        finished = readable_policies(self.session, sender) if sender is not None else ()
-        return next((policy for policy in finished if policy.version == version), None)
+        if sender is not None:
+            yield from readable_policies(self.session, sender)
 
     def _who_offers(self) -> str:
         sender = newest(self.session, "senders")

@@ -72,13 +72,11 @@ class Rollout:
     """One version on its way through the pool, wave by wave.
 
     Attributes:
-        waves: that have begun.
         done: receivers whose wave is over, with their incarnations: they have applied
             the version, or it went on without them.
         alike: by layout, a receiver and the bits that it holds.
     """
 
-    waves: int = 0
     done: dict[str, int] = field(default_factory=dict)
     alike: dict[str, tuple[str, str]] = field(default_factory=dict)
 

@@ -148,7 +148,6 @@ class SenderMachine:
         wave = dict(roster)
         self.last, self._last_finished = policy, False
         self._last_roster = self._last_roster | roster.keys() if self.more else frozenset(roster)
-        self._rollout.waves += 1
         self._enter(SenderState.OFFERED)
         try:
             self._write_offer(offer, offering)
@@ -384,8 +383,8 @@ class SenderMachine:
             if ready is not None and ready.declined is not None:
                 error = ready.declined.to_error(f"receiver {receiver_id!r} declined")
                 self._go_on_without(receiver_id, roster, offering, error)
-            elif self._is_lost(receiver_id, member):
-                self._lose(receiver_id, roster, offering)
+            elif why := self._why_lost(receiver_id, member):
+                self._lose(receiver_id, why, roster, offering)
 
     def _gather_applied(
         self, offer: Offer, roster: dict[str, Member], offering: Offering
@@ -406,8 +405,8 @@ class SenderMachine:
                 elif (declined := self._declined(offer, member)) is not None:
                     error = declined.to_error(f"receiver {receiver_id!r} declined")
                     self._go_on_without(receiver_id, roster, offering, error)
-                elif self._is_lost(receiver_id, member):
-                    self._lose(receiver_id, roster, offering)
+                elif why := self._why_lost(receiver_id, member):
+                    self._lose(receiver_id, why, roster, offering)
             missing = sorted(roster.keys() - applied)
             if missing:
                 yield Waiting("receiver_applied", tuple(f"receiver {name!r}" for name in missing))
@@ -427,11 +426,12 @@ class SenderMachine:
         place = keys.answer(offer.policy, "applied", receiver_id, answered[-1])
         return self.session.read(place, Applied)
 
-    def _is_lost(self, receiver_id: str, member: Member) -> bool:
-        return _is_lost(self.session, self.observer, receiver_id, member.incarnation)
+    def _why_lost(self, receiver_id: str, member: Member) -> str | None:
+        return _why_lost(self.session, self.observer, receiver_id, member.incarnation)
 
-    def _lose(self, receiver_id: str, roster: dict[str, Member], offering: Offering) -> None:
-        why = _why_lost(self.session, self.observer, receiver_id, roster[receiver_id].incarnation)
+    def _lose(
+        self, receiver_id: str, why: str, roster: dict[str, Member], offering: Offering
+    ) -> None:
         error = PeerLost(
             f"receiver {receiver_id!r} is gone ({why}): restart it, or open the sender with "
             "on_receiver_loss='continue'"
@@ -483,14 +483,16 @@ def lost_readers(session: Session, observer: LeaseObserver, policy: Policy) -> d
     started = session.read(keys.version(policy, "started"), Started)
     readers = {} if started is None else started.readers
     return {
-        receiver_id: _why_lost(session, observer, receiver_id, incarnation)
+        receiver_id: why
         for receiver_id, incarnation in readers.items()
-        if _is_lost(session, observer, receiver_id, incarnation)
+        if (why := _why_lost(session, observer, receiver_id, incarnation))
     }
 
 
-def _why_lost(session: Session, observer: LeaseObserver, receiver_id: str, incarnation: int) -> str:
-    """Who the lost receiver was, and how its loss was noticed."""
+def _why_lost(
+    session: Session, observer: LeaseObserver, receiver_id: str, incarnation: int
+) -> str | None:
+    """Who a lost receiver was, and how its loss was noticed; None while it is there."""
     current = newest(session, f"receivers/{receiver_id}")
     if current is None:
         return "its records were deleted"
@@ -498,9 +500,6 @@ def _why_lost(session: Session, observer: LeaseObserver, receiver_id: str, incar
     who = f"process {record.pid} on {record.host}"
     if current.incarnation != incarnation:
         return f"{who} took its place"
+    if observer.is_alive(current):
+        return None
     return f"{who}: {observer.why_gone(current)}"
-
-
-def _is_lost(session: Session, observer: LeaseObserver, receiver_id: str, incarnation: int) -> bool:
-    current = newest(session, f"receivers/{receiver_id}")
-    return current is None or current.incarnation != incarnation or not observer.is_alive(current)
