@@ -34,7 +34,7 @@ from weightwire.replica import Attempt, Replica
 from weightwire.report import Report, VersionRecord
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.lease import Leader, LeaseObserver
+from weightwire.session.lease import Leader, LeaseObserver, Siblings
 from weightwire.session.records import ErrorInfo
 from weightwire.session.session import Session
 from weightwire.targets import WeightTarget, as_target
@@ -83,7 +83,7 @@ class WeightReceiver(Handle):
 
     def _open(self, deadline: Deadline) -> None:
         self._joined = False
-        self._leader: Leader | None = None
+        self._others: Leader | Siblings | None = None
         self._gone: SessionError | None = None
         self._session = self._open_session(self._where, deadline, self._options.token)
         with contextlib.ExitStack() as undo:
@@ -103,8 +103,9 @@ class WeightReceiver(Handle):
             )
             undo.callback(self._say_goodbye)
             undo.callback(self._keeper.stop)
-            self._leader = Leader(self._observer, self._member) if self._rank else None
-            self._agreement = Agreement(self._session, self._member, self._rank)
+            siblings = None if self._rank else Siblings(self._session, self._member)
+            self._others = siblings or Leader(self._observer, self._member)
+            self._agreement = Agreement(self._session, self._member, self._rank, siblings)
             capabilities = self._backend.capabilities
             self._transport = self._open_transport()
             self._replica = Replica(
@@ -523,7 +524,7 @@ class WeightReceiver(Handle):
                     f"session {self._session.url} was made anew: receive its version"
                 )
                 self._watch.fail(self._gone, call)
-            elif self._leader is not None and (missing := self._leader.failure()):
+            elif self._others is not None and (missing := self._others.failure()):
                 self._watch.fail(missing, call)
             elif offer is not None:
                 failure = self._machine.sender_failure(offer)

@@ -27,7 +27,7 @@ from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord, together
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.lease import Leader, LeaseObserver
+from weightwire.session.lease import Leader, LeaseObserver, Siblings
 from weightwire.session.records import unpack
 from weightwire.session.session import Session
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
@@ -104,8 +104,9 @@ class WeightSender(Handle):
             )
             undo.callback(self._leave_session)
             undo.callback(self._keeper.stop)
-            self._leader = Leader(self._observer, self._member) if self._rank else None
-            self._agreement = Agreement(self._session, self._member, self._rank)
+            siblings = None if self._rank else Siblings(self._session, self._member)
+            self._others = siblings or Leader(self._observer, self._member)
+            self._agreement = Agreement(self._session, self._member, self._rank, siblings)
             self._transport = self._open_transport()
             undo.callback(self._transport.close)
             self._ours = TrainerRank(
@@ -390,7 +391,7 @@ class WeightSender(Handle):
         if not self._busy.locked():
             return  # no call runs, or the sender isn't wholly open yet
         call = self._watch.call
-        if self._leader is not None and (missing := self._leader.failure()):
+        if self._others is not None and (missing := self._others.failure()):
             self._watch.fail(missing, call)
         superseded = self._machine.supersession()
         if superseded is not None:

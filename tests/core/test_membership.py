@@ -12,7 +12,7 @@ import pytest
 from weightwire.deadline import Deadline, Watch
 from weightwire.errors import SessionError, TransferTimeout
 from weightwire.session import membership, process
-from weightwire.session.lease import LeaseKeeper, LeaseObserver, Member
+from weightwire.session.lease import LeaseKeeper, LeaseObserver, Member, Siblings
 from weightwire.session.records import Closed, Lease, MemberRecord, RankReport
 from weightwire.session.session import Session
 from weightwire.session.silence import Silence
@@ -182,10 +182,10 @@ class Clock:
         return self.now
 
 
-def remote(session: Session, ttl: float = 2.0) -> Member:
+def remote(session: Session, ttl: float = 2.0, world_size: int = 1) -> Member:
     """A member of another host: only its lease tells whether it lives."""
     record = MemberRecord(
-        "a", 1, 1, "memory", ttl, host="far", pid=1, process="", created=0.0, nonce=""
+        "a", 1, world_size, "memory", ttl, host="far", pid=1, process="", created=0.0, nonce=""
     )
     session.write("receivers/a/000001/record", record)
     return Member("receivers/a", record)
@@ -287,6 +287,53 @@ def test_a_member_that_closed_is_gone_at_once(session):
     session.write(member.key("lease"), Lease(1))
     session.write(member.key("closed"), Closed())
     assert not LeaseObserver(session, Clock()).is_alive(member)
+
+
+def look(siblings: Siblings, clock: Clock, seconds: float) -> str:
+    """What rank 0 says of the other ranks when it has looked for so long."""
+    for _ in range(round(seconds / 0.1)):
+        clock.now += 0.1
+        failure = siblings.failure()
+        if failure is not None:
+            return str(failure)
+    return ""
+
+
+def test_a_rank_that_stands_still_is_missed_by_its_rank_0(session):
+    member, clock = remote(session, world_size=2), Clock()
+    siblings = Siblings(session, member, clock)
+    session.write(member.lease_key(1), Lease(3))
+    assert not look(siblings, clock, 1.9)
+    session.write(member.lease_key(1), Lease(4))
+    assert not look(siblings, clock, 2.0)
+    said = look(siblings, clock, 1.0)
+    assert said.startswith("a rank 1 is gone")
+    assert "lease of 2 s" in said
+    session.write(member.lease_key(1), Lease(5))
+    assert not look(siblings, clock, 1.0), "it has woken up"
+
+
+def test_a_rank_isnt_lost_by_time_in_which_its_rank_0_did_not_look(session):
+    """Both may have stood still together, with their machine."""
+    member, clock = remote(session, world_size=2), Clock()
+    siblings = Siblings(session, member, clock)
+    session.write(member.lease_key(1), Lease(3))
+    assert siblings.failure() is None
+    clock.now += 3600
+    assert not look(siblings, clock, 1.9)
+    assert look(siblings, clock, 1.0)
+
+
+def test_a_rank_renews_a_lease_of_its_own(session):
+    member = remote(session, ttl=0.2)
+    keeper = LeaseKeeper(session, member, rank=3)
+    keeper.start()
+    try:
+        place = member.lease_key(3)
+        watch(10).until(lambda: session.read(place, Lease).counter > 2, "renewals")
+    finally:
+        keeper.stop()
+    assert session.read(member.lease_key(), Lease) is None
 
 
 def test_the_keeper_renews_runs_its_watch_and_ends_with_its_thread(session):

@@ -14,7 +14,7 @@ SHORT_LEASE = 1.0
 DEADLINE = 4.0
 
 PHASES = {
-    "offer": {"sender": ("source.tensors", 0), "receiver": ("target.plan", 0)},
+    "offer": {"sender": ("source.tensors", 0), "receiver": ("receiver.check", 0)},
     "forming": {"sender": ("nccl.form", 0), "receiver": ("nccl.form", 0)},
     "ready": {"sender": ("sender.begin", 0), "receiver": ("receiver.begin", 0)},
     "transfer": {"sender": ("sender.put", 1), "receiver": ("receiver.fetch", 1)},
@@ -58,22 +58,30 @@ def lose(make_fleet: MakeFleet, fate: str, role: str, rank: int, phase: str) -> 
     sending = sender.start("send", version=2, wait="applied").calls
     victim.until_at(point)
     victim.kill() if fate == "killed" else victim.stop()
+    took = []
     for call in (*sending, *receiving):
         if call.worker is victim:
             continue
         error = outcome(call)
         if error is None:
-            assert phase == "applied"
-            assert call.worker is other.first
+            took.append(call.worker)
             continue
         assert "TransferError" in error.kinds, error
         assert in_time(error, DEADLINE), f"{error.seconds:.2f} s: {error}"
-        # Once all bytes are there only its siblings know which of a replica's ranks is awaited.
         accepted = names(role, rank, phase)
-        if (role, phase) == ("receiver", "applied") and call.worker not in side.workers:
-            accepted += names(role, 0, phase)
+        if (role, phase) == ("receiver", "offer") and call.worker is other.first:
+            accepted.append("the sender")  # from which it may not have heard yet
         assert any(name in error.first for name in accepted), error
-    assert pair.workers[1 - rank if role == "receiver" else 0].call("version") in (1, None)
+    # A replica may have all bytes already, on all of its ranks, when the version ends.
+    whole = [set(took) & set(each.workers) for each in (pair, other)]
+    assert phase == "applied" or not took
+    assert not set(took) & set(sender.workers)
+    assert all(
+        taken in (set(), set(each.workers))
+        for taken, each in zip(whole, (pair, other), strict=True)
+    )
+    for worker in {*pair.workers, *other.workers} - {victim}:
+        assert worker.call("version") in ((2,) if worker in took else (1, None))
     # The next version forms a new group, of those that are alive.
     for worker in side.workers:
         if worker is not victim:

@@ -225,6 +225,7 @@ class SteppedReceiver(ReceiverTransport):
         self._inner = inner
 
     def check(self, offer: Offer) -> None:
+        reach("receiver.check")
         self._inner.check(offer)
 
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:

@@ -385,3 +385,27 @@ def test_the_other_ranks_hear_by_its_lease_that_their_rank_0_stands_still(
     assert error.kind == "PeerLost", error
     assert name in error.first
     assert error.seconds < 10  # of 30
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+def test_everybody_hears_by_its_lease_that_another_rank_stands_still(
+    make_fleet: MakeFleet, role: str
+) -> None:
+    fleet = make_fleet("stepped-memory")
+    sender = fleet.sender(ranks=2, lease_ttl=1.0)
+    pair = fleet.receiver("pair", ranks=2, lease_ttl=1.0)
+    side, point, name = {
+        "sender": (sender, "sender.put", "sender rank 1"),
+        "receiver": (pair, "target.commit", "pair rank 1"),
+    }[role]
+    victim = side.workers[1]
+    victim.arm(point)
+    calls = [*sender.start("send", version=1).calls, *pair.start("receive").calls]
+    victim.until_at(point)
+    victim.stop()
+    for call in calls:
+        if call.worker is not victim:
+            error = call.error()
+            assert error.kind == "PeerLost", error
+            assert name in error.first
+            assert error.seconds < 15  # of 30

@@ -133,15 +133,15 @@ class NixlSender(SenderTransport):
         routes = set()
         for receiver_id, ranks in readers.items():
             for rank, carried in enumerate(ranks):
-                reader = self._meet(receiver_id, rank, carried)
-                if not reader.groups:
-                    continue
-                routes.add(str(reader.route))
                 try:
+                    reader = self._meet(receiver_id, rank, carried)
+                    if not reader.groups:
+                        continue
                     self._agent_().add(reader.agent, reader.info.metadata, reader.who)
                 except PeerLost as error:
-                    self._miss(reader, error)
+                    self._miss(receiver_id, error)
                     continue
+                routes.add(str(reader.route))
                 self._readers[reader.agent] = reader
                 # Had it left anything under way, it would have come with another agent.
                 self._release_slots(reader)
@@ -266,7 +266,7 @@ class NixlSender(SenderTransport):
             except PeerLost as error:
                 reader.broken = True
                 del slot.outstanding[reader.agent]
-                self._miss(reader, error)
+                self._miss(reader.receiver_id, error)
         self._poll()
 
     def settle(self) -> None:
@@ -364,14 +364,15 @@ class NixlSender(SenderTransport):
         """Whether it takes part no more; raises unless the version goes on without it."""
         if reader.gave_up != self._policy:
             return False
-        self._miss(reader, PeerLost(f"{reader.who} gave up {self._policy}: its own error says why"))
+        error = PeerLost(f"{reader.who} gave up {self._policy}: its own error says why")
+        self._miss(reader.receiver_id, error)
         return True
 
-    def _miss(self, reader: Reader, error: PeerLost) -> None:
-        """Go on without a reader, or raise."""
+    def _miss(self, receiver_id: str, error: PeerLost) -> None:
+        """Go on without a replica, or raise."""
         if not self._context.goes_on_without_lost:
             raise error
-        self._lost.add(reader.receiver_id)
+        self._lost.add(receiver_id)
 
     # ---------------------------------------------------------------------- signals
 
@@ -407,7 +408,7 @@ class NixlSender(SenderTransport):
             if reader is not None:
                 reader.broken = True
                 if not unwanted:
-                    self._miss(reader, error)
+                    self._miss(reader.receiver_id, error)
             return
         if delivery.done:
             self._drop(delivery)

@@ -45,6 +45,9 @@ from weightwire.waiting import Steps, Waiting
 
 __all__ = ["ReceiverMachine"]
 
+_MOST_REASON = 300
+"""Characters of another process's reason within a message of this one."""
+
 
 class ReceiverMachine:
     """Rank 0 of a receiver.
@@ -273,6 +276,10 @@ class ReceiverMachine:
                 roster = record.offer.roster
                 if self.receiver_id not in roster and len(roster) >= most:
                     return f"the sender, whose max_receivers={most} are {', '.join(roster)}"
+            outcome = outcome_of(self.session, policy)
+            if outcome is not None and outcome.error is not None:
+                why = outcome.error.message.partition("\n")[0][:_MOST_REASON]
+                return f"the sender, which aborted version {policy.version} ({why}),"
         return "the sender"
 
     def _decline_low(self, policy: Policy, minimum: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from weightwire.errors import PeerLost, WeightWireError
 from weightwire.session import keys, process
-from weightwire.session.lease import Member
+from weightwire.session.lease import Member, Siblings
 from weightwire.session.records import ErrorInfo, RankReport, RankReports
 from weightwire.session.session import Session
 from weightwire.waiting import Steps, Waiting
@@ -22,7 +22,8 @@ __all__ = ["Agreement"]
 
 _OVER = "over"
 _GRACE_SECONDS = 0.15
-"""How much longer other ranks wait than rank 0, to hear its reason rather than their own."""
+"""How much longer rank 0 waits for the others than they for peers, and they for rank 0 than that:
+who is waited for has the same deadline, and knows better what it lacks."""
 
 
 class Agreement:
@@ -31,13 +32,17 @@ class Agreement:
     Args:
         member: the side's incarnation.
         rank: this process's rank in it.
+        siblings: rank 0's, which somebody else bids look.
     """
 
-    def __init__(self, session: Session, member: Member, rank: int) -> None:
+    def __init__(
+        self, session: Session, member: Member, rank: int, siblings: Siblings | None = None
+    ) -> None:
         self._session = session
         self._member = member
         self._rank = rank
         self._round = 0
+        self._siblings = siblings
         self._processes: dict[int, str] = {}
         self.world_size = member.record.world_size
 
@@ -99,7 +104,7 @@ class Agreement:
                         reports[rank] = found
                 if len(reports) < self.world_size:
                     missing = set(range(self.world_size)) - reports.keys()
-                    self._refuse_dead(missing)
+                    self._refuse_lost(missing)
                     yield self._waiting(step, missing)
             together = RankReports(tuple(reports[rank] for rank in range(self.world_size)))
             self._session.write(self._key(self._round, step, "all"), together)
@@ -109,7 +114,7 @@ class Agreement:
             all_reports = self._session.read(self._key(self._round, step, "all"), RankReports)
             if all_reports is not None:
                 return all_reports.reports
-            self._refuse_dead({0})
+            self._refuse_lost({0})
             yield self._waiting(step, {0})
 
     def agree(
@@ -160,7 +165,7 @@ class Agreement:
             if error is not None:
                 self._session.write(self._key(self._round, _OVER), RankReport())
 
-    def hear(self, step: str, *, grace: float = _GRACE_SECONDS) -> Steps[bytes]:
+    def hear(self, step: str, *, grace: float = 2 * _GRACE_SECONDS) -> Steps[bytes]:
         """Other ranks: rank 0's decision, or its error.
 
         Args:
@@ -172,7 +177,7 @@ class Agreement:
                 if report.error is not None:
                     raise self.to_error(report.error)
                 return report.payload
-            self._refuse_dead({0})
+            self._refuse_lost({0})
             yield replace(self._waiting(step, {0}), grace=grace)
 
     def acknowledge(self, step: str) -> None:
@@ -184,10 +189,14 @@ class Agreement:
         """Rank 0: wait until every other rank has acknowledged."""
         wanted = set(range(1, self.world_size))
         while missing := wanted - set(self._session.numbers(self._key(self._round, step))):
+            self._refuse_lost(missing)
             yield self._waiting(step, missing)
 
-    def _refuse_dead(self, ranks: Iterable[int]) -> None:
-        """Raise for a rank whose process on this host is gone: it answers no more."""
+    def _refuse_lost(self, ranks: Iterable[int]) -> None:
+        """Raise for a rank that answers no more: it stands still, or its process is gone."""
+        ranks = set(ranks)
+        if self._siblings is not None and ranks & self._siblings.lost:
+            raise self._siblings.describe(ranks & self._siblings.lost)
         for rank in sorted(ranks):
             if rank not in self._processes:
                 place = self._member.key("ranks", str(rank))
@@ -218,5 +227,5 @@ class Agreement:
         return Waiting(
             f"agreement {step!r} of {self._name!r}",
             tuple(f"{self._name} rank {rank}" for rank in sorted(missing)),
-            grace=0.0 if self.leads else _GRACE_SECONDS,
+            grace=_GRACE_SECONDS if self.leads else 2 * _GRACE_SECONDS,
         )

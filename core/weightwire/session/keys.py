@@ -4,9 +4,9 @@
 
     session                                     who this session is
     senders/<n>/{record,lease,closed}           trainer incarnation n
-    senders/<n>/ranks/<k>, senders/<n>/joined   its other ranks
+    senders/<n>/{ranks,leases}/<k>, senders/<n>/joined   its other ranks
     receivers/<id>/<n>/{record,lease,closed,status}
-    receivers/<id>/<n>/ranks/<k>, .../joined
+    receivers/<id>/<n>/{ranks,leases}/<k>, .../joined
     tables/<digest>                             tensor tables, as bytes
     versions/<n>/<version>.<attempt>/{offer,started,outcome}
     versions/<n>/<version>.<attempt>/{ready,applied}/<receiver id>/<receiver's n>

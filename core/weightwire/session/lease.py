@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from weightwire.errors import PeerLost
@@ -13,7 +13,7 @@ from weightwire.session import keys, process
 from weightwire.session.records import Closed, Lease, MemberRecord
 from weightwire.session.session import Session
 
-__all__ = ["Leader", "LeaseKeeper", "LeaseObserver", "Member"]
+__all__ = ["Leader", "LeaseKeeper", "LeaseObserver", "Member", "Siblings"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -51,6 +51,10 @@ class Member:
     def key(self, *rest: str) -> str:
         return keys.member(self.kind, self.incarnation, *rest)
 
+    def lease_key(self, rank: int = 0) -> str:
+        """Where a rank renews its lease: that of rank 0 is the side's."""
+        return self.key("leases", str(rank)) if rank else self.key("lease")
+
 
 class LeaseObserver:
     """Judges members by the rise of their lease's counter.
@@ -74,7 +78,7 @@ class LeaseObserver:
             self._seen.pop(place, None)
             self._confirmed.discard(place)
             return False
-        lease = self._session.read(member.key("lease"), Lease, ordered=False)
+        lease = self._session.read(member.lease_key(), Lease, ordered=False)
         counter = lease.counter if lease is not None else -1
         now, silence = self._clock(), self._session.silence.seconds
         known = self._seen.get(place)
@@ -104,7 +108,7 @@ class LeaseObserver:
 
 
 class Leader:
-    """Rank 0 of a side, as its other ranks see it: it alone holds the side's lease."""
+    """Rank 0 of a side, as its other ranks see it: its lease is the side's."""
 
     def __init__(self, observer: LeaseObserver, member: Member) -> None:
         self._observer = observer
@@ -131,14 +135,58 @@ class Leader:
         )
 
 
+class Siblings:
+    """The other ranks of a side, as its rank 0 sees them: each holds a lease of its own.
+
+    Attributes:
+        lost: those that stood still when ``failure`` looked last.
+    """
+
+    def __init__(
+        self, session: Session, member: Member, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._session = session
+        self._member = member
+        self._clock = clock
+        self._looked = clock()
+        self._silence = session.silence.seconds
+        self._still: dict[int, tuple[int, float]] = {}
+        self.lost: frozenset[int] = frozenset()
+
+    def failure(self) -> PeerLost | None:
+        """Which of them stood still for a lease while rank 0 looked, or None."""
+        ttl = self._member.record.lease_ttl
+        now, silence = self._clock(), self._session.silence.seconds
+        watched = now - self._looked - (silence - self._silence)
+        if watched < ttl / RENEWALS_PER_TTL / 2:
+            return None
+        self._looked, self._silence = now, silence
+        # In a longer time between two looks this process may have stood still with the others.
+        watched = min(watched, ttl / 2)
+        for rank in range(1, self._member.record.world_size):
+            lease = self._session.read(self._member.lease_key(rank), Lease, ordered=False)
+            counter = lease.counter if lease is not None else -1
+            highest, still = self._still.get(rank, (-2, 0.0))
+            self._still[rank] = (counter, 0.0) if counter > highest else (highest, still + watched)
+        self.lost = frozenset(rank for rank, (_, still) in self._still.items() if still > ttl)
+        return self.describe(self.lost) if self.lost else None
+
+    def describe(self, lost: Iterable[int]) -> PeerLost:
+        ttl = self._member.record.lease_ttl
+        ranks = ", ".join(f"{self._member.record.member_id} rank {rank}" for rank in sorted(lost))
+        return PeerLost(
+            f"{ranks} is gone, or stands still (its lease of {ttl:g} s ran out): restart all ranks"
+        )
+
+
 class LeaseKeeper:
-    """Renews one member's lease on a thread, and looks around on another.
+    """Renews one rank's lease on a thread, and looks around on another.
 
     A look reads the session, which may be slow; the lease doesn't wait for it.
 
     Args:
         look_around: looks for failures of others; what it raises ends in the log.
-        renew: False on ranks other than 0, which only look.
+        rank: rank 0 renews its side's lease, each other rank its own, by which rank 0 judges it.
     """
 
     def __init__(
@@ -147,25 +195,23 @@ class LeaseKeeper:
         member: Member,
         look_around: Callable[[], None] | None = None,
         *,
-        renew: bool = True,
+        rank: int = 0,
     ) -> None:
         self._session = session
+        self._key = member.lease_key(rank)
         self._member = member
         self._counter = 0
         self._stop = threading.Event()
         self._pace = member.record.lease_ttl / RENEWALS_PER_TTL
         name = member.kind.replace("/", "-")
-        self._renews = renew
-        self._threads = []
-        if renew:
-            self._threads.append(
-                threading.Thread(
-                    target=self._run,
-                    args=(self.renew, self._pace, 0.0),
-                    name=f"weightwire-lease-{name}",
-                    daemon=True,
-                )
+        self._threads = [
+            threading.Thread(
+                target=self._run,
+                args=(self.renew, self._pace, 0.0),
+                name=f"weightwire-lease-{name}",
+                daemon=True,
             )
+        ]
         if look_around is not None:
             self._threads.append(
                 threading.Thread(
@@ -183,10 +229,8 @@ class LeaseKeeper:
 
     def renew(self) -> None:
         """Raise the counter once."""
-        if not self._renews:
-            return
         self._counter += 1
-        self._session.write(self._member.key("lease"), Lease(self._counter), durable=False)
+        self._session.write(self._key, Lease(self._counter), durable=False)
 
     def stop(self) -> None:
         """Stop and join the threads.  Idempotent."""

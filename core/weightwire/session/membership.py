@@ -100,9 +100,9 @@ def _refuse_if_alive(
 ) -> Steps[None]:
     """Watch a predecessor's lease for its whole length before taking it for dead."""
     record = current.record
-    first = session.read(current.key("lease"), Lease)
+    first = session.read(current.lease_key(), Lease)
     while observer.is_alive(current):
-        lease = session.read(current.key("lease"), Lease)
+        lease = session.read(current.lease_key(), Lease)
         if lease != first:
             raise SessionError(
                 f"session {session.url} has a live {member_id!r} already (process {record.pid} on "
@@ -118,7 +118,7 @@ def _forget_incarnation(session: Session, kind: str, incarnation: int) -> None:
     if kind.startswith("receivers/"):
         session.delete_tree(keys.member(kind, incarnation))
         return
-    for part in ("lease", "ranks", "joined", "exchange"):
+    for part in ("lease", "leases", "ranks", "joined", "exchange"):
         session.delete_tree(keys.member(kind, incarnation, part))
 
 
@@ -217,7 +217,7 @@ def enter(
     else:
         steps = join(session, kind, rank=rank, world_size=world_size, member_id=member_id)
         member = drive(steps, watch)
-    keeper = LeaseKeeper(session, member, look_around, renew=rank == 0)
+    keeper = LeaseKeeper(session, member, look_around, rank=rank)
     try:
         keeper.start()
         if rank == 0 and world_size > 1:
