@@ -2,13 +2,14 @@
 # make demo    the main job: a training loop feeds a running vLLM
 # make test    every scenario once (under 15 minutes on 2 cores)
 # make soak    repetitions, chaos and whole matrices; results go to results/
+# make docs    the site, in build/docs
 # make lint    ruff, mypy for three platforms
 
 VENV := .venv
 BIN := $(VENV)/bin
 ENV := HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
 
-.PHONY: setup demo test soak families lint format wheel clean
+.PHONY: setup demo test soak families lint docs format wheel clean
 
 setup: $(VENV)/.ready
 
@@ -38,6 +39,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
 	$(BIN)/mypy --platform win32
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs
 
 format: setup
 	$(BIN)/ruff format .

@@ -11,36 +11,43 @@ one config string for the wire between them::
         r.receive()
 """
 
+from __future__ import annotations
+
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
 
 from weightwire._version import __version__
-from weightwire.errors import (
-    AuthenticationError,
-    BackendNotFound,
-    BackendUnavailable,
-    Cancelled,
-    ConfigError,
-    HandleError,
-    PeerLost,
-    PluginError,
-    SessionError,
-    TableMismatch,
-    TraceError,
-    TransferError,
-    TransferTimeout,
-    UnsupportedOperation,
-    VerificationError,
-    WeightWireError,
-)
-from weightwire.hookspecs import hookimpl
-from weightwire.opening import open_receiver, open_sender
-from weightwire.placements import LocalShard
-from weightwire.receiver import WeightReceiver
-from weightwire.report import Report, VersionRecord
-from weightwire.sender import WeightSender
-from weightwire.sources import WeightSource
-from weightwire.streaming import StreamingSource
-from weightwire.targets import MappingTarget, ModuleTarget, WeightTarget
+
+if TYPE_CHECKING:
+    from weightwire.errors import (
+        AuthenticationError,
+        BackendNotFound,
+        BackendUnavailable,
+        Cancelled,
+        ConfigError,
+        HandleError,
+        PeerLost,
+        PluginError,
+        SessionError,
+        TableMismatch,
+        TraceError,
+        TransferError,
+        TransferTimeout,
+        UnsupportedOperation,
+        VerificationError,
+        WeightWireError,
+    )
+    from weightwire.hookspecs import hookimpl
+    from weightwire.observers import Observer, observe
+    from weightwire.opening import open_receiver, open_sender
+    from weightwire.placements import LocalShard
+    from weightwire.receiver import WeightReceiver
+    from weightwire.report import Report, VersionRecord
+    from weightwire.sender import WeightSender
+    from weightwire.sources import WeightSource
+    from weightwire.streaming import StreamingSource
+    from weightwire.targets import MappingTarget, ModuleTarget, WeightTarget
 
 logging.getLogger("weightwire").addHandler(logging.NullHandler())
 
@@ -54,6 +61,7 @@ __all__ = [
     "LocalShard",
     "MappingTarget",
     "ModuleTarget",
+    "Observer",
     "PeerLost",
     "PluginError",
     "Report",
@@ -73,6 +81,55 @@ __all__ = [
     "WeightWireError",
     "__version__",
     "hookimpl",
+    "observe",
     "open_receiver",
     "open_sender",
 ]
+
+# What is asked for is imported then: torch takes a second, which `weightwire --help` and
+# the doctor's children needn't spend.
+_HOMES = {
+    "AuthenticationError": "weightwire.errors",
+    "BackendNotFound": "weightwire.errors",
+    "BackendUnavailable": "weightwire.errors",
+    "Cancelled": "weightwire.errors",
+    "ConfigError": "weightwire.errors",
+    "HandleError": "weightwire.errors",
+    "LocalShard": "weightwire.placements",
+    "MappingTarget": "weightwire.targets",
+    "ModuleTarget": "weightwire.targets",
+    "Observer": "weightwire.observers",
+    "PeerLost": "weightwire.errors",
+    "PluginError": "weightwire.errors",
+    "Report": "weightwire.report",
+    "SessionError": "weightwire.errors",
+    "StreamingSource": "weightwire.streaming",
+    "TableMismatch": "weightwire.errors",
+    "TraceError": "weightwire.errors",
+    "TransferError": "weightwire.errors",
+    "TransferTimeout": "weightwire.errors",
+    "UnsupportedOperation": "weightwire.errors",
+    "VerificationError": "weightwire.errors",
+    "VersionRecord": "weightwire.report",
+    "WeightReceiver": "weightwire.receiver",
+    "WeightSender": "weightwire.sender",
+    "WeightSource": "weightwire.sources",
+    "WeightTarget": "weightwire.targets",
+    "WeightWireError": "weightwire.errors",
+    "hookimpl": "weightwire.hookspecs",
+    "observe": "weightwire.observers",
+    "open_receiver": "weightwire.opening",
+    "open_sender": "weightwire.opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

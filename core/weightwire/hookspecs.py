@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from weightwire.contract import Backend
+    from weightwire.doctor.check import Check
     from weightwire.report import VersionRecord
     from weightwire.session.store import SessionScheme
 
@@ -42,6 +43,16 @@ def weightwire_describe_commands() -> Mapping[str, Callable[..., object]]:  # ty
     Each is a function whose parameters typer reads, and whose docstring is its help.
     Import what it needs inside it: the mapping is asked for whenever a subcommand is
     looked up that isn't built in.
+    """
+
+
+@hookspec
+def weightwire_describe_checks() -> Sequence[Check]:  # type: ignore[empty-body]
+    """Return what ``weightwire doctor`` tries for this plug-in, as ``weightwire.doctor.Check``.
+
+    Each names a function by its module; it runs in a child process with a deadline, does
+    the thing rather than look whether it might work, and returns a ``Verdict``.  Describing
+    checks must import nothing that may crash or hang.
     """
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from weightwire.contract import Policy
@@ -12,10 +13,21 @@ from weightwire.lifecycle.history import offer_of, outcome_of, policies
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver, Member
 from weightwire.session.membership import newest
-from weightwire.session.records import Applied, MemberRecord, Ready, Retired, Started, Status
+from weightwire.session.records import (
+    Applied,
+    ErrorInfo,
+    MemberRecord,
+    PhaseName,
+    Ready,
+    Retired,
+    Started,
+    Status,
+)
 from weightwire.session.session import Session
 
-__all__ = ["MemberView", "SessionView", "VersionView", "inspect_session"]
+__all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session", "printable"]
+
+_LONGEST_AGE = 1e9
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,8 @@ class MemberView:
         alive: judged by its lease so far; an observer needs a lease's length to be sure.
         age_s: seconds since it joined, by this host's wall clock.
         serving: the version that it wholly holds, by its own word.
+        behind: finished versions, among those shown, that are newer than what it serves.
+        lag_s: seconds since the oldest of these was finished, by this host's wall clock.
     """
 
     member_id: str
@@ -40,6 +54,36 @@ class MemberView:
     serving: int | None = None
     serving_incarnation: int | None = None
     error: str = ""
+    behind: int = 0
+    lag_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class AnswerView:
+    """One receiver and one attempt.
+
+    Attributes:
+        phase: where it is, by the one vocabulary, as far as sentinels tell: ``ready`` while
+            it plans, ``wait`` until the transfer starts, ``fetch`` until it has applied it,
+            ``commit`` until the sender concludes; empty when that is over.
+        nbytes, seconds, gbps: of its rank 0, from the offer on; 0 until it has applied it.
+        phases: seconds by phase of its rank 0.
+        digest: of what arrived.
+        layout, bits: its install fingerprint; equal layouts must have equal bits.
+        mismatch: its bits aren't those of most receivers of its layout.
+    """
+
+    receiver_id: str
+    phase: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    gbps: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    digest: str = ""
+    layout: str = ""
+    bits: str = ""
+    mismatch: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +94,9 @@ class VersionView:
         state: offered, started, finished or aborted; ``wave`` when it finished for its
             roster and goes on to others as the next attempt.
         ready, applied: by receiver: ``yes``, or why not.
+        phases: seconds by phase of the sender's rank 0, once it is over.
+        finished_s: seconds since its outcome, by this host's wall clock.
+        answers: what is known of each receiver, by id.
     """
 
     incarnation: int
@@ -64,6 +111,9 @@ class VersionView:
     applied: dict[str, str] = field(default_factory=dict)
     error: str = ""
     retired: bool = False
+    phases: dict[str, float] = field(default_factory=dict)
+    finished_s: float | None = None
+    answers: tuple[AnswerView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,15 +140,40 @@ def inspect_session(session: Session, observer: LeaseObserver, limit: int = 20) 
     found: list[Policy] = []
     for incarnation in reversed(session.numbers("versions")):
         found.extend(policies(session, incarnation))
+    versions = tuple(
+        view for p in found[:limit] if (view := _view_version(session, p, now)) is not None
+    )
     return SessionView(
         url=session.url,
-        session_id=session.id,
+        session_id=printable(session.id),
         sender=None if sender is None else _view_member(session, observer, sender, now),
-        receivers=tuple(_view_member(session, observer, member, now) for member in receivers),
-        versions=tuple(
-            view for p in found[:limit] if (view := _view_version(session, p, now)) is not None
+        receivers=tuple(
+            _with_lag(_view_member(session, observer, member, now), versions)
+            for member in receivers
         ),
+        versions=versions,
     )
+
+
+def printable(text: str) -> str:
+    """Text of others without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _with_lag(member: MemberView, versions: tuple[VersionView, ...]) -> MemberView:
+    """How far a live receiver is behind what is finished."""
+    if not member.alive:
+        return member
+    serves = (member.serving_incarnation or 0, -1 if member.serving is None else member.serving)
+    newer = [
+        version
+        for version in versions
+        if version.state == "finished" and (version.incarnation, version.version) > serves
+    ]
+    lag = max((version.finished_s or 0.0 for version in newer), default=0.0)
+    return replace(member, behind=len(newer), lag_s=lag)
 
 
 def _view_member(
@@ -109,19 +184,35 @@ def _view_member(
     alive = observer.is_alive(member)
     serving = status.serving if status is not None and alive else None
     return MemberView(
-        member_id=record.member_id,
+        member_id=printable(record.member_id),
         incarnation=record.incarnation,
         world_size=record.world_size,
-        backend=record.backend,
-        host=record.host,
+        backend=printable(record.backend),
+        host=printable(record.host),
         pid=record.pid,
         alive=alive,
-        age_s=max(0.0, now - record.created),
+        age_s=_age(record.created, now),
         state=status.state if status is not None else "",
         serving=serving.version if serving is not None else None,
         serving_incarnation=serving.incarnation if serving is not None else None,
-        error=status.error.message if status is not None and status.error is not None else "",
+        error=_message(status.error if status is not None else None),
     )
+
+
+def _age(created: float, now: float) -> float:
+    return min(_LONGEST_AGE, max(0.0, now - created))
+
+
+def _seconds(phases: Mapping[PhaseName, float]) -> dict[str, float]:
+    return {str(name): seconds for name, seconds in phases.items()}
+
+
+def _verdict(error: ErrorInfo | None) -> str:
+    return "yes" if error is None else _message(error) or printable(error.type) or "failed"
+
+
+def _message(error: ErrorInfo | None) -> str:
+    return "" if error is None else printable(error.message)
 
 
 def _view_version(session: Session, policy: Policy, now: float) -> VersionView | None:
@@ -136,15 +227,18 @@ def _view_version(session: Session, policy: Policy, now: float) -> VersionView |
         state = "started"
     else:
         state = "offered"
-    ready, applied = {}, {}
+    ready: dict[str, Ready] = {}
+    applied: dict[str, Applied] = {}
     for name, incarnation in _answers(session, policy, "ready"):
         answer = session.read(keys.answer(policy, "ready", name, incarnation), Ready)
         if answer is not None:
-            ready[name] = "yes" if answer.declined is None else answer.declined.message
+            ready[name] = answer
     for name, incarnation in _answers(session, policy, "applied"):
         result = session.read(keys.answer(policy, "applied", name, incarnation), Applied)
         if result is not None:
-            applied[name] = "yes" if result.error is None else result.error.message
+            applied[name] = result
+    roster = tuple(printable(name) for name in record.offer.roster)
+    names = sorted({*roster, *ready, *applied})
     return VersionView(
         incarnation=policy.incarnation,
         version=policy.version,
@@ -152,12 +246,55 @@ def _view_version(session: Session, policy: Policy, now: float) -> VersionView |
         state=state,
         nbytes=record.nbytes,
         seconds=None if outcome is None else outcome.seconds,
-        age_s=max(0.0, now - record.created),
-        roster=record.offer.roster,
-        ready=ready,
-        applied=applied,
-        error="" if outcome is None or outcome.error is None else outcome.error.message,
+        age_s=_age(record.created, now),
+        roster=roster,
+        ready={name: _verdict(found.declined) for name, found in ready.items()},
+        applied={name: _verdict(found.error) for name, found in applied.items()},
+        error=_message(None if outcome is None else outcome.error),
         retired=session.read(keys.retired(policy), Retired) is not None,
+        phases={} if outcome is None else _seconds(outcome.phases),
+        finished_s=None if outcome is None else _age(outcome.created, now),
+        answers=_compared(
+            _view_answer(name, state, ready.get(name), applied.get(name)) for name in names
+        ),
+    )
+
+
+def _view_answer(name: str, state: str, ready: Ready | None, applied: Applied | None) -> AnswerView:
+    if applied is None:
+        refused = ready is not None and ready.declined is not None
+        over = refused or state in ("finished", "aborted", "wave")
+        phase = "" if over else "ready" if ready is None else "wait"
+        if state == "started" and not over:
+            phase = "fetch"
+        return AnswerView(name, phase, error=_message(ready.declined if ready else None))
+    installed = applied.fingerprint
+    return AnswerView(
+        receiver_id=name,
+        phase="commit" if state in ("offered", "started") and applied.error is None else "",
+        nbytes=applied.nbytes,
+        seconds=applied.seconds,
+        gbps=applied.nbytes / applied.seconds / 1e9 if applied.seconds > 0 else 0.0,
+        phases=_seconds(applied.phases),
+        digest=printable(applied.digest),
+        layout=printable(installed.layout) if installed is not None else "",
+        bits=printable(installed.bits) if installed is not None else "",
+        error=_message(applied.error),
+    )
+
+
+def _compared(answers: Iterable[AnswerView]) -> tuple[AnswerView, ...]:
+    """The same, with those marked that hold other bits than most of their layout."""
+    found = tuple(answers)
+    bits: dict[str, Counter[str]] = {}
+    for answer in found:
+        if answer.bits:
+            bits.setdefault(answer.layout, Counter())[answer.bits] += 1
+    return tuple(
+        replace(answer, mismatch=True)
+        if answer.bits and answer.bits != bits[answer.layout].most_common(1)[0][0]
+        else answer
+        for answer in found
     )
 
 

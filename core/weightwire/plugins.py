@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import pluggy
 
 from weightwire import hookspecs
 from weightwire.contract import API, Backend, BackendConfig, Capabilities
+from weightwire.doctor.check import Check, validate_checks
 from weightwire.errors import (
     BackendNotFound,
     BackendUnavailable,
@@ -27,6 +28,7 @@ from weightwire.errors import (
     PluginError,
     WeightWireError,
 )
+from weightwire.observers import Observer
 from weightwire.report import VersionRecord
 from weightwire.session.store import SessionScheme
 
@@ -68,11 +70,24 @@ class Registry:
         self._backends: list[Provided] = []
         self._schemes: list[Provided] = []
         self._commands: list[Provided] = []
+        self._checks: list[Provided] = []
         self._broken: list[Provided] = []
+        self._observers: list[Observer] = []
+        self._complained: set[tuple[str, str]] = set()
 
-    def load_entry_points(self) -> None:
-        """Load every entry point of the group; failures are kept by name."""
+    def load_entry_points(
+        self, skip: Container[str] = (), told: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Load every entry point of the group; failures are kept by name.
+
+        Args:
+            skip: names that aren't loaded.
+            told: called with each name before it is loaded, for whoever may not come back.
+        """
         for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+            if entry_point.name in skip:
+                continue
+            told(entry_point.name)
             distribution = _describe(entry_point.dist)
             try:
                 plugin = entry_point.load()
@@ -116,6 +131,7 @@ class Registry:
             ("weightwire_describe_backend", self._backends, _backend_by_name),
             ("weightwire_describe_session_scheme", self._schemes, _scheme_by_name),
             ("weightwire_describe_commands", self._commands, _check_commands),
+            ("weightwire_describe_checks", self._checks, validate_checks),
         ):
             implementation = getattr(plugin, hook, None)
             if implementation is None:
@@ -186,6 +202,20 @@ class Registry:
         """Subcommands that plug-ins provide."""
         return sorted({item.name for item in self._commands})
 
+    def check(self, name: str) -> Check:
+        """What ``weightwire doctor`` tries by this name.
+
+        Raises:
+            ConfigError: no plug-in has one of this name.
+            PluginError: its plug-in is broken, or two distributions claim the name.
+        """
+        value: Check = self._select(self._checks, name, "check", ConfigError)
+        return value
+
+    def check_names(self) -> list[str]:
+        """Checks that plug-ins bring, in their own order."""
+        return list(dict.fromkeys(item.name for item in self._checks))
+
     def backends(self) -> list[Provided]:
         """Everything that is or wants to be a backend, by name; broken plug-ins included."""
         return sorted(
@@ -202,20 +232,48 @@ class Registry:
     def backend_names(self) -> list[str]:
         return sorted({item.name for item in self._backends})
 
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Tell it of every version; the function that is returned ends that."""
+        if not isinstance(observer, Observer):
+            raise ConfigError(
+                f"{type(observer).__name__} is no weightwire.Observer: derive it from that"
+            )
+        self._observers = [*self._observers, observer]  # never changed in place: no lock
+
+        def stop() -> None:
+            self._observers = [other for other in self._observers if other is not observer]
+
+        return stop
+
+    def is_observed(self, hook: str) -> bool:
+        """Whether anybody wants to know: a record is made only then."""
+        return bool(self._observers) or bool(getattr(self._manager.hook, hook).get_hookimpls())
+
     def notify(self, hook: str, record: VersionRecord) -> None:
-        """Call an observer hook; what observers raise is logged and goes no further."""
+        """Call an observer hook; what observers raise is logged once and goes no further."""
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             try:
                 implementation.function(**{"record": record} if implementation.argnames else {})
             except Exception:
-                log.exception("observer %s failed", implementation.plugin_name)
+                self._complain(implementation.plugin_name, hook)
+        for observer in self._observers:
+            try:
+                getattr(observer, hook.removeprefix("weightwire_"))(record)
+            except Exception:
+                self._complain(f"{type(observer).__name__} at {id(observer):#x}", hook)
+
+    def _complain(self, who: str, hook: str) -> None:
+        """Log what is being handled: with all of it the first time, and never again."""
+        if (who, hook) not in self._complained:
+            self._complained.add((who, hook))
+            log.exception("observer %s failed in %s; it is told of later versions", who, hook)
 
     def unregister(self, name: str, distribution: str = "this process") -> None:
         """Take back what ``register`` added."""
         label = f"{name} ({distribution})"
         if self._manager.has_plugin(label):
             self._manager.unregister(name=label)
-        for found in (self._backends, self._schemes, self._commands, self._broken):
+        for found in (self._backends, self._schemes, self._commands, self._checks, self._broken):
             found[:] = [
                 item for item in found if (item.plugin, item.distribution) != (name, distribution)
             ]

@@ -397,7 +397,7 @@ class WeightReceiver(Handle):
         policy = attempt.policy
         self._version = policy.version
         report = late or self._replica.report(attempt, self.backend)
-        self._notify("weightwire_applied", policy.version, report=report)
+        self._notify("weightwire_applied", policy.version, report.phases, report=report)
         return report
 
     def _give_up(self, error: BaseException) -> None:
@@ -494,18 +494,28 @@ class WeightReceiver(Handle):
     def _report_failure(self, attempt: Attempt, error: BaseException) -> None:
         version = attempt.offer.policy.version if attempt.offer is not None else -1
         if attempt.offer is not None:
-            self._notify("weightwire_aborted", version, error=error)
+            self._notify("weightwire_aborted", version, attempt.phases.seconds, error=error)
 
     def _notify(
         self,
         hook: str,
         version: int,
+        phases: Mapping[str, float],
         *,
         report: Report | None = None,
         error: BaseException | None = None,
     ) -> None:
-        if self._rank == 0 and not self._is_part:
-            record = VersionRecord(self._session.url, "receiver", self._id, version, report, error)
+        if self._rank == 0 and not self._is_part and registry().is_observed(hook):
+            record = VersionRecord(
+                session_url=self._session.url,
+                role="receiver",
+                member_id=self._id,
+                version=version,
+                report=report,
+                error=error,
+                backend=self._backend.name,
+                phases=dict(phases),
+            )
             registry().notify(hook, record)
 
     def _look_around(self) -> None:

@@ -17,7 +17,7 @@ from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report
 from weightwire.session.agreement import Agreement
-from weightwire.session.records import Applied, RankReport, unpack
+from weightwire.session.records import Applied, RankReport, recorded, unpack
 from weightwire.session.session import Session
 from weightwire.table import TensorTable
 from weightwire.targets import WeightTarget
@@ -227,6 +227,7 @@ class Replica:
             fingerprint=combine_fingerprints(
                 [msgspec.msgpack.decode(payload, type=Fingerprint | None) for payload in payloads]
             ),
+            phases=recorded(attempt.phases.seconds),
         )
 
     def _fingerprint(self, offer: Offer) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ PHASES = (
     "verify",
     "commit",
 )
-"""The one vocabulary of phases, in the order in which they occur:
+"""The one vocabulary of phases, used by reports, records, metrics and ``inspect``:
 
 ======== ====================================================================
 offer    the version is offered, or waited for
@@ -123,6 +123,9 @@ class VersionRecord:
         member_id: ``"sender"``, or the receiver's id.
         error: why the version was aborted, or None.
         report: present when it wasn't.
+        backend: the backend's name.
+        phases: seconds by phase that an aborted version took until then, keys of ``PHASES``;
+            of one that wasn't, its report's.
     """
 
     session_url: str
@@ -131,3 +134,5 @@ class VersionRecord:
     version: int
     report: Report | None = None
     error: BaseException | None = field(default=None, compare=False)
+    backend: str = ""
+    phases: Mapping[str, float] = field(default_factory=dict)

@@ -256,12 +256,12 @@ class WeightSender(Handle):
                     wave, more = self._follow(resolved, phases, began)
                 waves += wave
         except BaseException as error:
-            self._notify("weightwire_aborted", version, error=error)
+            self._notify("weightwire_aborted", version, phases.seconds, error=error)
             raise
         stored = self._store(version)
         report = together(waves, time.perf_counter() - began, dict(phases.seconds), stored)
         self._last, self._is_heard = report, True
-        self._notify("weightwire_published", version, report=report)
+        self._notify("weightwire_published", version, report.phases, report=report)
         return report
 
     def _store(self, version: int) -> str:
@@ -303,6 +303,14 @@ class WeightSender(Handle):
             now = time.perf_counter()
             phases.add(phase, now - mark)
             mark = now
+
+        before = dict(phases.seconds) if self._machine.more else {}
+
+        def of_this_wave() -> dict[str, float]:
+            lap("commit" if reports else "ready")
+            return {name: s - before.get(name, 0.0) for name, s in phases.seconds.items()}
+
+        self._machine.phases = of_this_wave
 
         def perform(act: Act) -> None:
             nonlocal mark
@@ -430,12 +438,22 @@ class WeightSender(Handle):
         self,
         hook: str,
         version: int,
+        phases: Mapping[str, float],
         *,
         report: Report | None = None,
         error: BaseException | None = None,
     ) -> None:
-        if self._rank == 0 and not self._is_part:
-            record = VersionRecord(self._session.url, "sender", "sender", version, report, error)
+        if self._rank == 0 and not self._is_part and registry().is_observed(hook):
+            record = VersionRecord(
+                session_url=self._session.url,
+                role="sender",
+                member_id="sender",
+                version=version,
+                report=report,
+                error=error,
+                backend=self._backend.name,
+                phases=dict(phases),
+            )
             registry().notify(hook, record)
 
     def _check_wait(self, wait: Wait | None) -> Wait:

@@ -30,7 +30,7 @@ def test_a_wrong_command_line_exits_2(arguments):
     assert run(*arguments).returncode == 2
 
 
-@pytest.mark.parametrize("command", ["backends", "inspect", "demo", "bench"])
+@pytest.mark.parametrize("command", ["backends", "doctor", "inspect", "plan", "demo", "bench"])
 def test_every_command_has_help(command):
     result = run(command, "--help")
     assert result.returncode == 0

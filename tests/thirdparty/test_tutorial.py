@@ -49,5 +49,17 @@ def test_weightwire_lists_it_after_two_sections(tmp_path: Path) -> None:
     assert [row["available"] for row in rows if row["name"] == "acme"] == [True]
 
 
-def test_it_ends_with_the_command_that_proves_it() -> None:
-    assert "weightwire conformance acme --quick\n" in blocks("sh")[-1]
+def test_it_names_the_commands_that_prove_it() -> None:
+    assert [block for block in blocks("sh") if "conformance]" not in block] == [
+        "weightwire conformance acme --quick\n",
+        "weightwire doctor acme\n",
+    ]
+
+
+def test_the_doctor_tries_what_it_brings(tmp_path: Path) -> None:
+    site = install(tmp_path / "site", ACME)
+    checks = json.loads(weightwire("doctor", "acme", "--json", sites=(site,)).stdout)["checks"]
+    assert {check["name"]: check["state"] for check in checks} == {
+        "acme.probe": "ok",
+        "acme.connect": "ok",
+    }

@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["SHARED_FROM", "Fabric", "Port", "choose_fabric", "find_ports", "nearest_ports"]
+__all__ = [
+    "SHARED_FROM",
+    "Fabric",
+    "Port",
+    "choose_fabric",
+    "find_ports",
+    "nearest_ports",
+    "pci_address",
+]
 
 _SYSFS = Path("/sys")
 _SHOWN = ("UCX_TLS", "UCX_NET_DEVICES")
@@ -100,7 +108,7 @@ def choose_fabric(
         return Fabric(why=f"{', '.join(given)} by the environment")
     if device.type != "cuda":
         return Fabric()
-    address = _pci_address(device) if address is None else address
+    address = pci_address(device) if address is None else address
     ports = nearest_ports(address, find_ports(sysfs), sysfs)
     if not ports:
         return Fabric()
@@ -194,7 +202,8 @@ def _interfaces(sysfs: Path) -> list[str]:
     return sorted(found)
 
 
-def _pci_address(device: torch.device) -> str:
+def pci_address(device: torch.device) -> str:
+    """A GPU's address on the PCI bus, such as ``0000:3b:00.0``."""
     found: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks these three
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,11 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from weightwire.deadline import Deadline
-from weightwire.inspection import SessionView, inspect_session
+from weightwire.errors import ConfigError
+from weightwire.inspection import SessionView, VersionView, inspect_session
+from weightwire.report import PHASES
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
+from weightwire.session_page import session_page
+from weightwire.units import human_seconds
 
 __all__ = ["inspect"]
+
+_MOST_ANSWERS = 40
 
 
 def inspect(
@@ -25,32 +34,60 @@ def inspect(
         str,
         typer.Argument(help="Session URL: file:///dir, tcp://host:port/name or redis://host/name."),
     ],
-    watch: Annotated[bool, typer.Option("--watch", help="Redraw until interrupted.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "--follow", help="Redraw until interrupted.")
+    ] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
     limit: Annotated[int, typer.Option(help="How many versions to show.", min=1)] = 20,
     timeout: Annotated[float, typer.Option(help="Seconds for reaching the session.")] = 10.0,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the phases of the versions shown; at each look."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout (with --watch: one a line).")
     ] = False,
 ) -> None:
-    """Show versions, sentinels, receivers and ages of a session."""
+    """Show versions, receivers, phases, rates, lags and mismatches of a session."""
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
     opened = Session.open(session, deadline=Deadline(timeout), read_only=True)
     observer = LeaseObserver(opened)
+
+    def look() -> SessionView:
+        view = inspect_session(opened, observer, limit)
+        if html is not None:
+            _write(html, session_page(view))
+        return view
+
     try:
         if not watch:
-            _show_once(inspect_session(opened, observer, limit), as_json)
+            _show_once(look(), as_json)
+            if html is not None and not as_json:
+                Console(soft_wrap=True).print(f"wrote {html}", markup=False)
             return
         if as_json:
             while True:
-                view = inspect_session(opened, observer, limit)
-                print(json.dumps(view.to_dict()), flush=True)
+                print(json.dumps(look().to_dict()), flush=True)
                 time.sleep(interval)
         with Live(console=Console(), auto_refresh=False) as live:
             while True:
-                live.update(_render(inspect_session(opened, observer, limit)), refresh=True)
+                live.update(_render(look()), refresh=True)
                 time.sleep(interval)
     finally:
         opened.close()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or not at all: a browser may be reloading it."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"--html {path} can't be written ({reason}): name another") from error
 
 
 def _show_once(view: SessionView, as_json: bool) -> None:
@@ -61,16 +98,29 @@ def _show_once(view: SessionView, as_json: bool) -> None:
 
 
 def _render(view: SessionView) -> RenderableType:
-    return Group(
+    parts: list[RenderableType] = [
         Text(f"session {view.url}  (id {view.session_id})", style="bold"),
         _members(view),
         _versions(view),
-    )
+    ]
+    if view.versions and view.versions[0].answers:
+        parts.append(_answers(view.versions[0]))
+    return Group(*parts)
 
 
 def _members(view: SessionView) -> Table:
     table = Table(title="members", title_justify="left")
-    for heading in ("who", "ranks", "process", "alive", "state", "serves", "joined ago", "error"):
+    for heading in (
+        "who",
+        "ranks",
+        "process",
+        "alive",
+        "state",
+        "serves",
+        "behind",
+        "joined ago",
+        "error",
+    ):
         table.add_column(heading, no_wrap=heading != "error", overflow="fold")
     for member in ((view.sender,) if view.sender else ()) + view.receivers:
         is_sender = member is view.sender
@@ -81,6 +131,7 @@ def _members(view: SessionView) -> Table:
             "[green]yes[/]" if member.alive else "[red]no[/]",
             "" if is_sender else (member.state or "idle") if member.alive else "gone",
             "" if member.serving is None else f"{member.serving}",
+            f"[yellow]{member.behind}[/] ({_age(member.lag_s)})" if member.behind else "",
             _age(member.age_s),
             Text(member.error),
         )
@@ -98,15 +149,16 @@ def _versions(view: SessionView) -> Table:
         "ready",
         "applied",
         "ago",
+        "phases",
         "error",
     ):
-        table.add_column(heading, no_wrap=heading != "error", overflow="fold")
+        table.add_column(heading, no_wrap=heading not in ("error", "phases"), overflow="fold")
     colours = {"finished": "green", "aborted": "red", "started": "yellow", "offered": "yellow"}
     for version in view.versions:
         retry = f".{version.attempt}" if version.attempt > 1 else ""
         table.add_row(
             f"{version.version}{retry} (#{version.incarnation})",
-            f"[{colours[version.state]}]{version.state}[/]"
+            f"[{colours.get(version.state, 'yellow')}]{version.state}[/]"
             + (" (dropped)" if version.retired else ""),
             f"{version.nbytes / 1e9:.3f}",
             "" if version.seconds is None else f"{version.seconds:.3f}",
@@ -114,9 +166,46 @@ def _versions(view: SessionView) -> Table:
             f"{sum(v == 'yes' for v in version.ready.values())}/{len(version.roster)}",
             f"{sum(v == 'yes' for v in version.applied.values())}/{len(version.roster)}",
             _age(version.age_s),
-            Text(version.error),
+            _phases(version.phases),
+            Text(_errors(version)),
         )
     return table
+
+
+def _errors(version: VersionView) -> str:
+    """Why it failed; or who holds other bits than the others."""
+    if version.error:
+        return version.error
+    wrong = [f"{a.receiver_id} ({a.bits})" for a in version.answers if a.mismatch]
+    return f"other bits than their peers: {', '.join(wrong)}" if wrong else ""
+
+
+def _answers(version: VersionView) -> Table:
+    """Who is where with the newest version."""
+    table = Table(title=f"version {version.version}, by receiver", title_justify="left")
+    for heading in ("receiver", "phase", "GB", "GB/s", "digest", "phases", "error"):
+        table.add_column(heading, no_wrap=heading not in ("error", "phases"), overflow="fold")
+    for answer in version.answers[:_MOST_ANSWERS]:
+        done = "yes" if version.applied.get(answer.receiver_id) == "yes" else ""
+        table.add_row(
+            Text(answer.receiver_id),
+            answer.phase or ("applied" if done else "failed" if answer.error else ""),
+            f"{answer.nbytes / 1e9:.3f}" if done else "",
+            f"{answer.gbps:.2f}" if done else "",
+            Text(answer.digest, style="red" if answer.mismatch else ""),
+            _phases(answer.phases),
+            Text(answer.error),
+        )
+    if len(version.answers) > _MOST_ANSWERS:
+        table.caption = f"and {len(version.answers) - _MOST_ANSWERS} more"
+    return table
+
+
+def _phases(phases: Mapping[str, float]) -> str:
+    """Those that took more than a hundredth of all, in their order."""
+    total = sum(phases.values())
+    shown = [name for name in PHASES if phases.get(name, 0.0) > 0.01 * total]
+    return " ".join(f"{name} {human_seconds(phases[name])}" for name in shown)
 
 
 def _age(seconds: float) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from weightwire._version import __version__
-from weightwire.cli import backends, bench, chaos, conformance, demo, inspect, plan
+from weightwire.cli import backends, bench, chaos, conformance, demo, doctor, inspect, plan
 from weightwire.errors import PluginError, WeightWireError
 from weightwire.plugins import registry
 
@@ -66,6 +66,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("backends")(backends.backends)
+app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)

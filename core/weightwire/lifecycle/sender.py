@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightwire.contract import Capabilities, Offer, Policy, Wait
@@ -33,6 +33,7 @@ from weightwire.session.records import (
     Outcome,
     Ready,
     Started,
+    recorded,
 )
 from weightwire.session.session import Session
 from weightwire.waiting import Steps, Waiting
@@ -63,6 +64,7 @@ class SenderMachine:
     Attributes:
         more: after ``send``: other receivers still have to get the version, in a wave
             that calling it again begins.
+        phases: asked for the seconds by phase of this wave, when its outcome is recorded.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SenderMachine:
         self.state = SenderState.IDLE
         self.last: Policy | None = None
         self.more = False
+        self.phases: Callable[[], Mapping[str, float]] = dict
         self._last_finished = False
         self._rollout = Rollout()
         self._last_roster: frozenset[str] = frozenset()
@@ -205,7 +208,8 @@ class SenderMachine:
 
     def _conclude(self, policy: Policy, error: BaseException | None, began: float) -> None:
         info = None if error is None else ErrorInfo.of(error)
-        outcome = Outcome(info, time.monotonic() - began, time.time(), more=self.more)
+        seconds, phases = time.monotonic() - began, recorded(self.phases())
+        outcome = Outcome(info, seconds, time.time(), more=self.more, phases=phases)
         try:
             if self.session.create(keys.version(policy, "outcome"), outcome):
                 finished = error is None and not self.more

@@ -20,7 +20,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,18 +31,13 @@ from torch import Tensor
 from weightwire.contract import Policy
 from weightwire.errors import PeerLost, TransferError
 from weightwire.session import process
+from weightwire.shm import default_directory
 
 __all__ = ["PAGE", "Segment", "default_directory", "remove_orphans", "segment_name"]
 
 PAGE = 4096
 _MAGIC = 0x5757_4D45_4D31
 _IDENTITY = slice(512, 1024)
-
-
-def default_directory() -> Path:
-    """``/dev/shm`` where there is one, else the directory for temporary files."""
-    shm = Path("/dev/shm")  # noqa: S108 - the system's shared-memory filesystem
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def segment_name(session_id: str, role: str) -> str:

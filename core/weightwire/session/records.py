@@ -13,7 +13,8 @@ import hashlib
 import hmac
 import itertools
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +23,7 @@ from weightwire import errors
 from weightwire.contract import Offer, Policy
 from weightwire.errors import AuthenticationError, PeerLost, SessionError, WeightWireError
 from weightwire.fingerprint import Fingerprint
+from weightwire.report import PHASES
 
 __all__ = [
     "Applied",
@@ -33,6 +35,8 @@ __all__ = [
     "MemberRecord",
     "OfferRecord",
     "Outcome",
+    "PhaseName",
+    "PhaseSeconds",
     "RankReport",
     "RankReports",
     "Reading",
@@ -44,6 +48,7 @@ __all__ = [
     "Status",
     "Turn",
     "TurnOver",
+    "recorded",
     "unpack",
 ]
 
@@ -54,6 +59,24 @@ MAX_RECORD = 64 << 20
 Text = Annotated[str, Meta(max_length=64 << 10)]
 Name = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+PhaseName = Literal[
+    "offer",
+    "ready",
+    "stage",
+    "announce",
+    "wait",
+    "fetch",
+    "replay",
+    "finalize",
+    "verify",
+    "commit",
+]
+PhaseSeconds = Annotated[
+    dict[PhaseName, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=len(PHASES))
+]
+"""Seconds by phase, for whoever looks on; see ``report.PHASES``."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,6 +195,7 @@ class Applied(Record, frozen=True):
     fingerprint: Fingerprint | None = None
     error: ErrorInfo | None = None
     tainted: bool = False
+    phases: PhaseSeconds = {}
 
 
 class Outcome(Record, frozen=True):
@@ -185,6 +209,7 @@ class Outcome(Record, frozen=True):
     seconds: Annotated[float, Meta(ge=0)] = 0.0
     created: float = 0.0
     more: bool = False
+    phases: PhaseSeconds = {}
 
 
 class Turn(Record, frozen=True):
@@ -354,6 +379,15 @@ class Codec:
         # A JSON list delimits its parts unambiguously; the body follows as it travels.
         message = msgspec.json.encode(parts) + bytes(envelope.body)
         return hmac.new(self._key, message, hashlib.sha256).hexdigest()
+
+
+def recorded(phases: Mapping[str, float]) -> dict[PhaseName, float]:
+    """Seconds by phase as a record holds them."""
+    return {
+        cast(PhaseName, phase): max(0.0, seconds)
+        for phase, seconds in phases.items()
+        if phase in PHASES
+    }
 
 
 def unpack(payload: bytes, kind: type[T], who: str) -> T:
