@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightwire.contract import Capabilities, Offer, Policy, Wait
@@ -61,6 +61,7 @@ class SenderMachine:
         capabilities: of the backend.
 
     Attributes:
+        offers_to: receivers for which it is false get no offer.
         more: after ``send``: other receivers still have to get the version, in a wave
             that calling it again begins.
     """
@@ -80,6 +81,7 @@ class SenderMachine:
         self.last: Policy | None = None
         self.more = False
         self._last_finished = False
+        self.offers_to: Callable[[str, Member], bool] | None = None
         self._rollout = Rollout()
         self._last_roster: frozenset[str] = frozenset()
         self._finished: list[int] = []
@@ -264,7 +266,11 @@ class SenderMachine:
 
     def _ours(self, alive: Mapping[str, Member]) -> dict[str, Member]:
         ours = self.member.record.backend
-        return {name: member for name, member in alive.items() if _backend(member) == ours}
+        return {
+            name: member
+            for name, member in alive.items()
+            if _backend(member) == ours and (not self.offers_to or self.offers_to(name, member))
+        }
 
     def _roster(self, offering: Offering) -> Steps[dict[str, Member]]:
         terms = offering.terms
