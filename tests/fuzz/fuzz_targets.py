@@ -357,6 +357,7 @@ def run_store_heads(payload: bytes) -> None:
     entry, mark, *names = [*rest.split(b"|"), b"", b""][: rest.count(b"|") + 2]
     weightwire_redis.store.names_of("redis://h/run", [names or None, [first]])
     known = weightwire_redis.values.read_write(entry, mark)
+    weightwire_redis.values.read_write(known.entry.encode(), mark)
     weightwire_redis.store.follows(None, [], [])
     written = [[entry, [b"w", mark]]] if mark else []
     weightwire_redis.store.follows(known, written, [])
