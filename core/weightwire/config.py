@@ -18,7 +18,10 @@ from weightwire.plugins import probe, registry
 
 __all__ = ["BackendChoice", "select"]
 
-OPTIONAL = {"zero_copy": "it can't serve the trainer's own tensors"}
+OPTIONAL = {
+    "zero_copy": "it can't serve the trainer's own tensors",
+    "snapshot": "it keeps no copies for late receivers (catch_up= stores them)",
+}
 """Options that mean the same to every backend that has them, and what others do instead."""
 
 BackendChoice: TypeAlias = str | Mapping[str, Any] | tuple[str, BackendConfig]

@@ -11,6 +11,7 @@ import msgspec
 from torch import Tensor, nn
 
 from weightwire import catch_up as catching_up
+from weightwire import snapshot as snapshots
 from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, Policy, ReceiverTransport
 from weightwire.deadline import Deadline, Watch, calling
@@ -74,6 +75,7 @@ class WeightReceiver(Handle):
         self._where = session
         self._version: int | None = None
         self._attempt: Attempt | None = None
+        self._only: int | None = None  # a snapshot's: the one version that may be taken
         deadline = Deadline(options.open_timeout)
         self._start_watch(deadline)
         with calling(deadline):
@@ -121,21 +123,35 @@ class WeightReceiver(Handle):
                 self._session, self._member, self._observer, capabilities
             )
             self._late = self._open_catch_up()
+            self._asker = self._open_asker()
             undo.pop_all()
         self._joined = True
 
     def _open_catch_up(self) -> WeightReceiver | None:
-        """The receiver of what was stored before this one came."""
-        if self._options.catch_up is None:
+        """The receiver of what was stored, or is kept, for those that come late."""
+        choice, place, device = self._options.catch_up, catching_up.SESSION, None
+        snapshot = snapshots.inner_choice(self._backend, self._config)
+        if snapshot is not None:
+            if choice is not None:
+                raise ConfigError("snapshot='host' and catch_up serve late receivers: choose one")
+            choice, place, device = snapshot, snapshots.SESSION, "cpu"
+        if choice is None:
             return None
         return WeightReceiver(
-            self._options.catch_up,
-            self._session.within(catching_up.SESSION),
+            choice,
+            self._session.within(place),
             self._target,
             self._id,
-            self._options.model_copy(update={"catch_up": None, "overlap": False, "device": None}),
+            self._options.model_copy(update={"catch_up": None, "overlap": False, "device": device}),
             part_of=self._watch,
         )
+
+    def _open_asker(self) -> snapshots.SnapshotAsker | None:
+        """What asks the sender for its snapshot, where it keeps one."""
+        late = self._late
+        if late is None or self._options.catch_up is not None or self._rank != 0:
+            return None
+        return snapshots.SnapshotAsker(late._session, self._id, late._member.incarnation)
 
     def _open_transport(self) -> ReceiverTransport:
         return self._backend.open_receiver(
@@ -335,6 +351,8 @@ class WeightReceiver(Handle):
             if attempt.run is not None:
                 with contextlib.suppress(type(error)):
                     attempt.run.fail(error)
+            with contextlib.suppress(WeightWireError):
+                self._stop_asking()
             if not self._waits_for_return(attempt, error):
                 with contextlib.suppress(WeightWireError):
                     self._replica.tell_failure(attempt, error)
@@ -346,13 +364,16 @@ class WeightReceiver(Handle):
     def _lead_begin(self, attempt: Attempt, minimum: int) -> Offer | Policy:
         """Rank 0: the offer that was taken and has started, or what was stored before."""
         if self._late is not None:
-            steps = self._machine.await_offer_or_stored(minimum, self._late._newest_stored)
+            newest = self._late._newest_stored if self._asker is None else self._newest_kept
+            steps = self._machine.await_offer_or_stored(minimum, newest)
             policy = drive(steps, self._watch)
-            if policy is not None:
+            if policy is None:
+                self._stop_asking()
+            else:
                 self._replica.tell_detour(attempt, policy)
                 return policy
         attempt.run = Run(
-            self._machine.receive(minimum),
+            self._machine.receive(minimum, self._only),
             self._watch,
             lambda act: self._replica.perform(attempt, act),
         )
@@ -423,6 +444,26 @@ class WeightReceiver(Handle):
         record = self._machine.newest_offer()
         return record.offer.policy.version if record is not None else None
 
+    def _newest_kept(self) -> int | None:
+        """The version that the sender serves from its snapshot now; it is asked to."""
+        late, asker = self._late, self._asker
+        assert late is not None and asker is not None  # noqa: S101, PT018 - rank 0 has both
+        asker.ask()
+        late._forget()
+        record = late._machine.newest_offer()
+        version = asker.version_of(record.offer) if record is not None else None
+        late._only = record.offer.policy.version if record is not None else None
+        return version
+
+    def _stop_asking(self) -> None:
+        """Another way is taken, or none: the snapshot's sender needn't wait."""
+        late = self._late
+        if late is None or self._asker is None or not self._asker.withdraw():
+            return
+        record = late._machine.newest_offer()
+        if record is not None and late._attempt is None:
+            late._machine.decline(record.offer.policy)
+
     def _forget(self) -> None:
         """The target was written to by the handle that this one is a part of."""
         self._machine.serving = self._machine.tainted = self._version = None
@@ -437,9 +478,10 @@ class WeightReceiver(Handle):
             )
         late._forget()
         attempt.late = True
-        offer = late._begin(policy.version)
+        kept = self._options.catch_up is None  # its sender counts versions of its own
+        offer = late._begin(0 if kept else policy.version)
         self._replica.forget_plan()  # the target is planned for the stored table now
-        if offer.policy.version != policy.version:  # a newer one finished meanwhile
+        if not kept and offer.policy.version != policy.version:  # a newer one finished meanwhile
             policy = self._machine.policy_of(offer.policy.version) or policy
         return msgspec.structs.replace(offer, policy=policy)
 
@@ -453,12 +495,15 @@ class WeightReceiver(Handle):
         assert self._late is not None  # noqa: S101 - it has begun
         report = self._late._commit()
         policy = attempt.policy
+        with contextlib.suppress(SessionError):  # it is all in
+            self._stop_asking()
         if self._rank == 0:
             self._machine.detour_ends(policy, report.digest)
         else:
             self._machine.serving, self._machine.tainted = policy, None
         return replace(
             report,
+            version=policy.version,
             incarnation=policy.incarnation,
             attempt=policy.attempt,
             path=f"{report.path}, to catch up",
@@ -467,6 +512,8 @@ class WeightReceiver(Handle):
     def _fail_late(self, error: BaseException) -> None:
         assert self._late is not None  # noqa: S101 - it has begun
         self._late._give_up(error)
+        with contextlib.suppress(SessionError):
+            self._stop_asking()
         tainted = self._late._machine.tainted
         if self._rank == 0:
             self._machine.detour_failed(tainted)

@@ -72,7 +72,8 @@ class Report:
         roster: receivers to which the version was offered.
         left_out: those of them that a sender went on without.
         waves: in which it reached them.
-        catch_up: where late receivers find it, or why they don't; empty without ``catch_up``.
+        catch_up: where late receivers find it, or why they don't; empty without ``catch_up``
+            and the option ``snapshot``.
     """
 
     role: Literal["sender", "receiver"]

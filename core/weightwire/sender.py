@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Self
 
@@ -14,6 +14,7 @@ import msgspec
 from torch import Tensor, nn
 
 from weightwire import catch_up as catching_up
+from weightwire import snapshot as snapshots
 from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, SenderTransport, Wait
 from weightwire.deadline import Deadline, Watch, calling
@@ -27,9 +28,10 @@ from weightwire.plugins import registry
 from weightwire.report import Phases, Report, VersionRecord, together
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
-from weightwire.session.lease import Leader, LeaseObserver, Siblings
+from weightwire.session.lease import Leader, LeaseObserver, Member, Siblings
 from weightwire.session.records import unpack
 from weightwire.session.session import Session
+from weightwire.snapshot import HostSnapshot
 from weightwire.sources import Resolved, WeightSource, WireRules, as_source
 from weightwire.trainer_rank import Start, TrainerRank
 from weightwire.waiting import Act, drive
@@ -56,8 +58,10 @@ class WeightSender(Handle):
         options: SenderOptions,
         *,
         part_of: Watch | None = None,
+        is_aside: bool = False,
     ) -> None:
         self._options = options
+        self._is_aside = is_aside  # it makes calls of its own, of which observers hear nothing
         self._rank, self._world_size = options.rank, options.world_size
         self._source = as_source(source)
         self._rules = WireRules(options.wire_dtype, options.keep_dtype)
@@ -134,6 +138,9 @@ class WeightSender(Handle):
                 stores=self._backend.capabilities.serves_finished,
             )
             self._stored = self._open_catch_up()
+            if self._stored is not None:
+                undo.callback(self._stored.close)
+            self._snapshot = self._open_snapshot()
             undo.pop_all()
 
     # ---------------------------------------------------------------------- opening
@@ -159,6 +166,33 @@ class WeightSender(Handle):
             options.model_copy(update=update),
             part_of=self._watch,
         )
+
+    def _open_snapshot(self) -> HostSnapshot | None:
+        """What serves the newest finished version to late receivers."""
+        choice = snapshots.inner_choice(self._backend, self._config)
+        if choice is None:
+            return None
+        options = self._options
+        if options.catch_up is not None:
+            raise ConfigError("snapshot='host' and catch_up serve late receivers: choose one")
+        update = {
+            "wire_dtype": None,  # the copies have what the wire has
+            "keep_dtype": (),
+            "min_receivers": 1,
+            "max_receivers": None,
+            "max_unavailable": None,
+            "max_version_lag": snapshots.ANY_LAG,
+            "on_receiver_loss": "continue",
+            "resume_from": None,
+            "overlap": False,
+            "device": "cpu",
+        }
+        copies = snapshots.HostCopies(self._source, self._rules)
+        session = self._session.within(snapshots.SESSION)
+        sender = WeightSender(
+            choice, session, copies, options.model_copy(update=update), is_aside=True
+        )
+        return snapshots.HostSnapshot(copies, sender, session, self._rank, self._world_size)
 
     def _refuse_lost_past(self, resume_from: int | None) -> None:
         """Versions can't be taken up again where their records ended with the last sender."""
@@ -259,6 +293,8 @@ class WeightSender(Handle):
             self._notify("weightwire_aborted", version, phases.seconds, error=error)
             raise
         stored = self._store(version)
+        if self._snapshot is not None:
+            stored = self._snapshot.take(version, resolved)
         report = together(waves, time.perf_counter() - began, dict(phases.seconds), stored)
         self._last, self._is_heard = report, True
         self._notify("weightwire_published", version, report.phases, report=report)
@@ -391,6 +427,16 @@ class WeightSender(Handle):
             self._agreement.tell("outcome", b"", error)
         self._retire()  # an aborted version may have been published
 
+    # ---------------------------------------------------------------------- as a snapshot's
+
+    def offer_only_to(self, wanted: Callable[[str, Member], bool]) -> None:
+        """Other receivers get no offer; asked on rank 0."""
+        self._machine.offers_to = wanted
+
+    def give_up(self, reason: str) -> None:
+        """End the call that runs on another thread, if there is one."""
+        self._watch.cancel(reason)
+
     # ---------------------------------------------------------------------- watching
 
     def _look_around(self) -> None:
@@ -443,7 +489,8 @@ class WeightSender(Handle):
         report: Report | None = None,
         error: BaseException | None = None,
     ) -> None:
-        if self._rank == 0 and not self._is_part and registry().is_observed(hook):
+        is_aside = self._is_part or self._is_aside
+        if self._rank == 0 and not is_aside and registry().is_observed(hook):
             record = VersionRecord(
                 session_url=self._session.url,
                 role="sender",
@@ -466,6 +513,7 @@ class WeightSender(Handle):
 
     def _release(self) -> None:
         close_all(
+            *([self._snapshot.close] if self._snapshot is not None else []),
             *([self._stored.close] if self._stored is not None else []),
             self._keeper.stop,
             self._transport.close,

@@ -16,7 +16,11 @@ RunChaos = Callable[..., ChaosReport]
 
 RESULTS = Path(__file__).parents[2] / "results"
 BACKENDS = ("memory", "filesystem", "nccl", "nixl")
-FILES_ONLY = {"truncated-file", "full-disk"}
+NOT_EVERYWHERE = {"truncated-file", "full-disk", "cut-connections", "slow-connections"}
+NETWORK = ("cut-connections", "slow-connections")
+
+
+LOCAL = tuple(fault.name for fault in FAULTS if fault.name not in NETWORK)
 
 
 def seed() -> int:
@@ -25,12 +29,12 @@ def seed() -> int:
 
 @pytest.mark.parametrize("backend", ["memory", "filesystem"])
 def test_each_fault_once(run_chaos: RunChaos, backend: str) -> None:
-    report = run_chaos(backend, seed(), versions=8, each=1)
+    report = run_chaos(backend, seed(), versions=8, each=1, kinds=LOCAL)
     assert report.ok, report.to_dict()
     assert report.versions >= 8
-    kinds = {fault.name for fault in FAULTS} - report.impossible.keys()
+    kinds = set(LOCAL) - report.impossible.keys()
     assert set(report.faults) == kinds
-    assert report.impossible.keys() <= FILES_ONLY
+    assert report.impossible.keys() <= NOT_EVERYWHERE
     assert report.checks > report.versions
 
 
@@ -40,6 +44,19 @@ def test_a_few_faults(run_chaos: RunChaos, backend: str) -> None:
     report = run_chaos(backend, seed(), versions=4, each=0)
     assert report.ok, report.to_dict()
     assert report.versions == 4
+
+
+def test_connections_to_the_session_are_slow_and_cut(run_chaos: RunChaos, redis_url: str) -> None:
+    report = run_chaos("memory", seed(), versions=3, each=1, kinds=NETWORK, session=redis_url)
+    assert report.ok, report.to_dict()
+    assert set(report.faults) == set(NETWORK)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nixl"])
+def test_connections_that_bytes_take_are_cut(run_chaos_over_tcp: RunChaos, backend: str) -> None:
+    report = run_chaos_over_tcp(backend, seed(), versions=3, each=2, kinds=("cut-connections",))
+    assert report.ok, report.to_dict()
+    assert report.faults["cut-connections"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -69,4 +86,28 @@ def test_three_hundred_versions_with_thirty_of_each_fault(
     report = run_chaos(backend, seed(), versions=300, each=30)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"chaos_{backend}.json").write_text(json.dumps(report.to_dict(), indent=1))
+    assert report.ok, report.to_dict()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("backend", ["memory", "filesystem"])
+def test_a_session_server_behind_a_bad_network(
+    run_chaos: RunChaos, redis_url: str, backend: str
+) -> None:
+    """All faults, and its connections slow and cut."""
+    report = run_chaos(backend, seed(), versions=100, each=10, session=redis_url)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"chaos_{backend}_redis.json").write_text(json.dumps(report.to_dict(), indent=1))
+    assert report.ok, report.to_dict()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("backend", ["nccl", "nixl"])
+def test_thirty_cuts_of_what_carries_the_bytes(run_chaos_over_tcp: RunChaos, backend: str) -> None:
+    kinds = ("cut-connections", "kill-receiver-rank", "join")
+    report = run_chaos_over_tcp(backend, seed(), versions=90, each=30, kinds=kinds)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"chaos_{backend}_tcp.json").write_text(json.dumps(report.to_dict(), indent=1))
     assert report.ok, report.to_dict()

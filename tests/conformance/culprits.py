@@ -297,6 +297,10 @@ PROOFS = [
             "a-late-receiver-catches-up-through-another-backend[one-rank-each]",
             ("keeps-its-roster", "isn't what it was"),
         ),
+        _proofs(
+            "a-late-receiver-is-served-from-a-snapshot[one-rank-each]",
+            ("keeps-its-first-snapshot", "isn't version 2"),
+        ),
         # flat
         [
             Proof(

@@ -351,14 +351,17 @@ def run_store_value(payload: bytes) -> None:
 
 
 def run_store_heads(payload: bytes) -> None:
-    """A store's own words: identity, count, lists of names."""
+    """A store's own words: identity, history, lists of names."""
     first, _, rest = payload.partition(b"|")
     weightwire_redis.values.read_identity(first or None)
-    count, *names = rest.split(b"|")
-    weightwire_redis.values.read_number(
-        int(count) if len(count) == 2 and count.isdigit() else count or None
-    )
+    entry, mark, *names = [*rest.split(b"|"), b"", b""][: rest.count(b"|") + 2]
     weightwire_redis.store.names_of("redis://h/run", [names or None, [first]])
+    known = weightwire_redis.values.read_write(entry, mark)
+    weightwire_redis.values.read_write(known.entry.encode(), mark)
+    weightwire_redis.store.follows(None, [], [])
+    written = [[entry, [b"w", mark]]] if mark else []
+    weightwire_redis.store.follows(known, written, [])
+    weightwire_redis.store.follows(known._replace(number=known.number + 1), written, written)
 
 
 def run_tcp_index(payload: bytes) -> None:
@@ -478,11 +481,17 @@ TARGETS = [
     ),
     Target(
         "store heads",
-        [b"0123456789abcdef|42|a/b|a/c", b"0123456789abcdef||a", b"|7|x", b"|123|y|z"],
+        [
+            b"0123456789abcdef|42-0|0123456789abcdef|a/b|a/c",
+            b"0123456789abcdef|42-1||a",
+            b"|7-12|0123456789abcdef|x",
+            b"|123-0|x|y|z",
+        ],
         run_store_heads,
         (
-            *(weightwire_redis.values.read_identity, weightwire_redis.values.read_number),
-            weightwire_redis.store.names_of,
+            *(weightwire_redis.values.read_identity, weightwire_redis.values.read_writes),
+            *(weightwire_redis.values.read_write, weightwire_redis.values.Write.entry.fget),
+            *(weightwire_redis.store.names_of, weightwire_redis.store.follows),
         ),
     ),
     Target(

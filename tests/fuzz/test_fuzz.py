@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ HERE = Path(__file__).parent
 NAMES = [target.name for target in TARGETS]
 INPUTS = int(os.environ.get("WEIGHTWIRE_FUZZ_INPUTS", "1000000"))
 COVERED = 30_000
+GUIDED_SECONDS = int(os.environ.get("WEIGHTWIRE_FUZZ_SECONDS", "60"))
 HANGS = 20.0
 """Seconds after which one input counts as a hang, on a machine that is busy with others."""
 
@@ -90,3 +92,28 @@ def test_a_million_inputs_of_every_decoder(target: Target, tmp_path: Path, recor
     assert "crash" not in result, result["crash"]["error"]
     assert sum(result["outcomes"].values()) == INPUTS
     assert result["coverage"]["percent"] >= 95, result["coverage"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", TARGETS, ids=NAMES)
+def test_inputs_that_are_guided_by_coverage(
+    target: Target, tmp_path: Path, record_property
+) -> None:
+    """By atheris, where it can be installed: Linux on x86-64."""
+    pytest.importorskip("atheris", reason="atheris isn't installed: it has no build for here")
+    seed = int(os.environ.get("WEIGHTWIRE_SEED", "1")) or 1  # libFuzzer takes 0 for none
+    print(f"seed {seed}")
+    run = subprocess.run(
+        [
+            *(sys.executable, str(HERE / "fuzz_atheris.py"), target.name, str(GUIDED_SECONDS)),
+            *(str(seed), str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (count,) = re.findall(r"number_of_executed_units: (\d+)", run.stderr)
+    record_property("guided", count)
+    assert int(count) > 1000

@@ -58,3 +58,19 @@ def test_a_broken_connection_ends_no_more_than_what_is_under_way(
     for version in (8, 9):
         exchange(sender, version, replica, other)
     assert replica.ask("nixl")["aside"] == 0
+
+
+def test_what_a_broken_connection_leaves_behind_ends_with_its_peer(make_fleet: MakeFleet) -> None:
+    """Who can't say any more that it reads no longer is believed when its process has ended."""
+    fleet = make_fleet(PUSH)
+    sender, replica = fleet.sender(), fleet.receiver()
+    exchange(sender, 1, replica)
+    replica.first.arm("receiver.fetch", after=1)
+    replica.start("receive", minimum=2)
+    sending = sender.start("send", version=2, wait="applied")
+    replica.first.until_at("receiver.fetch")
+    assert sender.ask("break_connections", now=True) > 0
+    replica.first.kill()
+    assert "TransferError" in sending.error().kinds
+    sender.close()
+    until(lambda: "weightwire-nixl-aside" not in sender.ask("usage")["threads"], "it ends", 10)

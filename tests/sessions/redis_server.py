@@ -31,7 +31,8 @@ class RedisServer:
 
     Args:
         directory: its data; what it keeps there it has again after ``start``.
-        keep: it writes every change down before it answers (``appendonly``).
+        keep: it writes every change down before it answers.  ``appendonly`` alone doesn't:
+            while its disk is slow, what it has answered last is in its memory only.
         options: more of its configuration; the word ``PORT`` stands for its port.
     """
 
@@ -61,6 +62,7 @@ class RedisServer:
                 redis_program(),
                 *("--bind", "127.0.0.1", "--port", plain, "--dir", str(self.directory)),
                 *("--save", "", "--appendonly", "yes" if self.keep else "no"),
+                *("--appendfsync", "always"),
                 *("--daemonize", "no", "--logfile", str(self.directory / "log")),
                 *options,
             ],

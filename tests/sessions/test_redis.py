@@ -14,6 +14,7 @@ import pytest
 from weightwire.deadline import Deadline, calling
 from weightwire.errors import AuthenticationError, ConfigError, SessionError
 from weightwire.session.records import Lease
+from weightwire_redis import store
 
 # ---------------------------------------------------------------------- what is kept there
 
@@ -173,7 +174,8 @@ def test_a_server_that_lost_its_data_is_an_error_that_says_so(run_redis, open_se
             action()
         assert str(caught.value) == (
             f"session {session.url} lost its records (Redis came back without its data, or with "
-            "older data): start all members again, and let Redis keep its data (appendonly yes)"
+            "older data): start all members again, and let Redis keep its data (appendonly yes, "
+            "appendfsync always)"
         )
     newer = open_session(server.url())
     assert newer.id != session.id
@@ -209,6 +211,34 @@ def test_a_server_that_comes_back_with_older_data_is_noticed(run_redis, open_ses
     with pytest.raises(SessionError, match="came back without its data, or with older data"):
         session.read("b", Lease)
     assert open_session(server.url()).read("a", Lease) == Lease(1)
+
+
+def test_a_loss_is_noticed_however_much_was_written_since(run_redis, open_session):
+    """By one who saw what is lost; another may have written as much again before he looks."""
+    server = run_redis()
+    robbed, other = (open_session(server.url()) for _ in range(2))
+    server.command("SAVE")
+    for i in range(3):
+        robbed.write("a", Lease(i))
+    server.restart()
+    for i in range(5):
+        other.write("b", Lease(i))
+    with pytest.raises(SessionError, match="came back without its data, or with older data"):
+        robbed.read("b", Lease)
+    other.write("b", Lease(9))
+    assert other.read("a", Lease) is None
+
+
+def test_a_member_that_slept_through_a_whole_history_goes_on(run_redis, open_session, monkeypatch):
+    monkeypatch.setattr(store, "HISTORY", 100)
+    server = run_redis()
+    sleeper, other = (open_session(server.url()) for _ in range(2))
+    sleeper.write("a", Lease(1))
+    for i in range(400):
+        other.write("b", Lease(i))
+    assert sleeper.read("b", Lease) == Lease(399)
+    (key,) = server.command("KEYS", "weightwire:*:history")
+    assert server.command("XLEN", key) < 300
 
 
 # ---------------------------------------------------------------------- away

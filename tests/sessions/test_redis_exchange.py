@@ -64,15 +64,16 @@ def peers() -> Iterator[Callable[[], Peer]]:
 def exchange(sender: Peer, receiver: Peer, version: int) -> None:
     sender.start("send", version=version, timeout=60)
     receiver.start("receive", timeout=60)
-    assert sender.answer() == {"version": version}
-    assert receiver.answer() == {"version": version, "same": True}
+    # Together: where one waits in vain, the other's answer says why.
+    sent, received = {"version": version}, {"version": version, "same": True}
+    assert (sender.answer(), receiver.answer()) == (sent, received)
 
 
 def test_a_restart_of_the_server_holds_nobody_longer_than_it_takes(run_redis, peers):
     """Once it is away for longer than a lease: nobody may be taken for dead for that."""
     server = run_redis(keep=True)
     sender, receiver = peers(), peers()
-    shared = {"backend": "memory", "session": server.url(), "lease_ttl": 1.0}
+    shared = {"backend": "memory", "session": server.url(), "lease_ttl": 2.0}
     sender.start("open_sender", **shared)
     receiver.start("open_receiver", receiver_id="one", **shared)
     assert sender.answer() == receiver.answer() == {"ok": True}

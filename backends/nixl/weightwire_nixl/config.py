@@ -30,6 +30,10 @@ class NixlConfig(BackendConfig):
             column slices read few long runs; None does so where slots lie on a GPU.
             On CPUs copies into blocks run at a third of plain ones, and thousands of
             runs cost less than that.  Equal on all trainer ranks.
+        snapshot: ``"host"``: each trainer rank keeps a copy of its shards in host memory,
+            from which a receiver that comes late gets the newest finished version as soon
+            as it asks.  It takes as much memory as the rank's shards on the wire, when the
+            sender opens, and a copy in each ``send``.  Equal on both sides.
         discovery: where ranks find each other's metadata: ``"session"``, or a
             ModelExpress server, ``"modelexpress://host:port"``.  Equal on both sides.
         copy_threads: of an inference rank whose slots lie on a CPU: that many threads of
@@ -45,6 +49,7 @@ class NixlConfig(BackendConfig):
     unsafe_pull: bool = False
     zero_copy: bool = False
     column_blocks: bool | None = None
+    snapshot: Literal["none", "host"] = "none"
     discovery: Annotated[
         str,
         StringConstraints(

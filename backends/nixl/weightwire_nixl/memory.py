@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from weightwire import hostmemory
 from weightwire.errors import ConfigError
+from weightwire.hostmemory import CGROUPS, PROC
 
 __all__ = ["available_nbytes", "check_fits", "check_shareable", "in_expandable_segment"]
-
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_fits(nbytes: int, device: torch.device, what: str) -> None:
@@ -32,49 +30,14 @@ def check_fits(nbytes: int, device: torch.device, what: str) -> None:
 
 
 def available_nbytes(
-    device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUPS
+    device: torch.device, proc: Path = PROC, cgroups: Path = CGROUPS
 ) -> int | None:
     """Bytes that can be had on a device, or None where that isn't known."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + int(cached)
-    known = [limit for limit in (_of_host(proc), _of_cgroup(proc, cgroups)) if limit is not None]
-    return min(known, default=None)
-
-
-def _of_host(proc: Path) -> int | None:
-    for line in _text(proc / "meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return _number(value.split()[0]) * 1024
-    return None
-
-
-def _of_cgroup(proc: Path, cgroups: Path) -> int | None:
-    """What the control groups (version 2) of this process leave."""
-    least: int | None = None
-    for line in _text(proc / "self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number != "0" or controllers:
-            continue
-        inside = PurePosixPath(path.lstrip("/"))
-        for group in (inside, *inside.parents):
-            directory = cgroups / group
-            limit = _text(directory / "memory.max")
-            if not limit.isdecimal():
-                continue  # "max", or no such file
-            used = _number(_text(directory / "memory.current"))
-            stat = dict(
-                line.split()
-                for line in _text(directory / "memory.stat").splitlines()
-                if " " in line
-            )
-            # Pages of files that nobody uses give way.
-            left = int(limit) - used + _number(stat.get("inactive_file", "0"))
-            least = left if least is None else min(least, left)
-    return None if least is None else max(0, least)
+    return hostmemory.available_nbytes(proc, cgroups)
 
 
 def check_shareable(address: int, device: torch.device, what: str) -> None:
@@ -107,13 +70,3 @@ def in_expandable_segment(address: int, segments: Sequence[Mapping[str, Any]]) -
         and segment["address"] <= address < segment["address"] + segment["total_size"]
         for segment in segments
     )
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text().strip()
-    return ""
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0

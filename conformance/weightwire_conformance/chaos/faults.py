@@ -26,11 +26,12 @@ class Fault:
 
     Attributes:
         inject: does it, and undoes it where it would last; called while ``send`` runs.
+            It says whether it could: there may have been nothing to do it to.
         possible: why it can't be had in a world; empty if it can.
     """
 
     name: str
-    inject: Callable[[World], None]
+    inject: Callable[[World], bool | None]
     possible: Callable[[World], str] = lambda world: ""
 
 
@@ -95,6 +96,25 @@ def _go_slow(world: World) -> None:
     world.slow = True
 
 
+def _cut_connections(world: World) -> bool:
+    """Of one process, with whomever it has any; or all to the session's server."""
+    if world.proxy is not None and world.dice.random() < 0.5:
+        return world.proxy.cut() > 0
+    sides = [world.sender, *(world.replicas[name] for name in sorted(world.replicas))]
+    worker = world.dice.choice([worker for side in sides for worker in side.workers])
+    return bool(world.ask(worker, "cut_connections", now=True))
+
+
+def _slow_connections(world: World) -> None:
+    """To the session's server, for as long as this version takes."""
+    assert world.proxy is not None  # noqa: S101 - it is possible
+    world.proxy.delay = world.dice.choice([0.02, 0.2])
+
+
+def _proxied(world: World) -> str:
+    return "" if world.proxy is not None else "no session of --session is behind a proxy"
+
+
 def _stored(world: World) -> str:
     return "" if world.fleet.stores else "this backend writes no files"
 
@@ -140,6 +160,8 @@ FAULTS = (
     Fault("restart-receiver", _restart_receiver),
     Fault("restart-sender", _restart_sender),
     Fault("slow-sender", _go_slow),
+    Fault("cut-connections", _cut_connections),
+    Fault("slow-connections", _slow_connections, _proxied),
     Fault("truncated-file", _truncate, _stored),
     Fault("full-disk", _disk_full, _small_disk),
 )

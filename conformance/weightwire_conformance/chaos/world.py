@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ from weightwire.inspection import inspect_session
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 from weightwire_conformance.chaos.faults import FAULTS, Fault, filler_of
+from weightwire_conformance.chaos.network import Proxy
 from weightwire_conformance.chaos.report import ChaosReport
 from weightwire_conformance.rig import Fleet, Pool, Side, posix
 from weightwire_conformance.rig.fleet import latest
@@ -43,6 +46,7 @@ _USUAL_SECONDS = 0.1
 _OURS = {"WeightWireError", "KeyboardInterrupt"}
 _MOST_REPLICAS = 4
 _SMALL_DISK = 8 << 20
+_MOST_MISSES = 6
 _COUNT = itertools.count()
 _ATTEMPTS = 8
 """Sends, without a new fault, within which one must succeed."""
@@ -58,6 +62,8 @@ class ChaosOptions:
         seconds: end after so many, whatever is missing then; None: when all is done.
         options: of the backend.
         kinds: names of the faults; empty: all.
+        session: of a server of its own, ``redis://host:port/name``, which is then reached
+            through a proxy; empty: a directory.
         recovery: seconds within which a version must reach every live replica.
     """
 
@@ -68,6 +74,7 @@ class ChaosOptions:
     seconds: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
+    session: str = ""
     recovery: float = 60.0
 
 
@@ -99,6 +106,7 @@ class World:
     Attributes:
         sender_must_restart, must_restart: who is gone, or is to go, when the call has ended.
         excused: processes that were stopped: their calls may take longer.
+        proxy: what lies before the session's server, if it has one.
         damaged: the newest stored version was: nobody can take it.
     """
 
@@ -115,6 +123,11 @@ class World:
         self.fleet = Fleet(
             pool, options.backend, options.options, declared, name, seed=options.seed
         )
+        self.proxy: Proxy | None = None
+        if options.session:
+            self.proxy = Proxy(options.session)
+            self.fleet.url = f"{self.proxy.url}-{os.getpid()}-{name}"
+        self._missed: Counter[str] = Counter()
         self.versions = self.fleet.directory / "versions"
         self.versions.mkdir(mode=0o700)
         self.has_small_disk = self.fleet.stores and _mount(self.versions)
@@ -175,11 +188,12 @@ class World:
         """A replica closes in good order, whatever it is doing."""
         del self.replicas[replica.name]
         for worker in replica.workers:
-            self._ask(worker, "close", now=True)
+            self.ask(worker, "close", now=True)
         self._end(self.following.pop(replica.name), replica.name)
         self._judge(replica)
 
-    def _ask(self, worker: Any, do: str, **arguments: Any) -> Any:
+    def ask(self, worker: Any, do: str, **arguments: Any) -> Any:
+        """A worker's answer, or None where it has died or refuses."""
         try:
             return worker.call(do, **arguments)
         except WorkerDied:
@@ -203,8 +217,10 @@ class World:
         sending = self._start_sending()
         time.sleep(self.dice.random() * _USUAL_SECONDS)
         happened = time.monotonic()
-        fault.inject(self)
-        self.report.faults[fault.name] += 1
+        if fault.inject(self) is False:
+            self._miss(fault)
+        else:
+            self.report.faults[fault.name] += 1
         failed = not self._send_ended(sending)
         if failed:
             self.report.detection.setdefault(fault.name, []).append(time.monotonic() - happened)
@@ -229,6 +245,13 @@ class World:
         self._judge_session()
         self.excused.clear()
 
+    def _miss(self, fault: Fault) -> None:
+        """There was nothing to do it to; where that is always so, it can't be had."""
+        self._missed[fault.name] += 1
+        if self._missed[fault.name] >= _MOST_MISSES and not self.report.faults[fault.name]:
+            self.report.impossible[fault.name] = "there is nothing to do it to"
+            self.faults.remove(fault)
+
     def _start_sending(self) -> Calls:
         self.version += 1
         wait = self.dice.choice(["applied", "published"]) if self.fleet.stores else "applied"
@@ -244,10 +267,12 @@ class World:
 
     def _mend(self) -> None:
         """Start again whoever is gone, and undo what would last."""
+        if self.proxy is not None:
+            self.proxy.delay = 0.0
         filler_of(self).unlink(missing_ok=True)
         if self.slow:
             self.slow = False
-            self._ask(self.sender.first, "disarm", now=True)
+            self.ask(self.sender.first, "disarm", now=True)
         dead = any(worker.dead for worker in self.sender.workers)
         if dead or self.sender_must_restart:
             old = None if dead else self.sender
@@ -276,7 +301,7 @@ class World:
                 if any(call.done for call in self.following[name].calls):
                     self._fail(f"{name} follows no more: {_tail(replica)}")
                     return False
-                held = [self._ask(worker, "version", now=True) for worker in replica.workers]
+                held = [self.ask(worker, "version", now=True) for worker in replica.workers]
                 if all(number is not None and number >= version for number in held):
                     del behind[name]
             if not behind:
@@ -347,7 +372,7 @@ class World:
             replica = self.replicas.get(member.member_id)
             if replica is None or member.serving is None:
                 continue
-            held = self._ask(replica.first, "version", now=True)
+            held = self.ask(replica.first, "version", now=True)
             if held is not None and held < member.serving:
                 self._fail(
                     f"the session says that {member.member_id} serves {member.serving}, "
@@ -370,6 +395,8 @@ class World:
             command = ["umount", "-l", str(self.versions)]
             subprocess.run(command, check=False)
         self.fleet.close(reuse=False)
+        if self.proxy is not None:
+            self.proxy.close()
 
 
 def _mount(directory: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -157,6 +158,21 @@ class Commands:
                 self._open.placed.leave()
         self._open = None
         return {"files": sorted(files), "problems": errors + self._leavings.problems()}
+
+    def do_cut_connections(self) -> int:
+        """Cut this process's TCP connections to others, as a network does; says how many."""
+        found: dict[tuple[Any, Any], socket.socket] = {}
+        with contextlib.ExitStack() as stack:
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    connection = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        found[connection.getsockname(), connection.getpeername()] = connection
+            others = [c for (here, there), c in found.items() if (there, here) not in found]
+            for connection in others:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        return len(others)
 
     def do_usage(self) -> dict[str, Any]:
         return usage()

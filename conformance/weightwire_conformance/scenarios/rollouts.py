@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightwire_conformance.capabilities import LIVE_RECEIVERS_GET_OFFERS, receivers
+from weightwire_conformance.capabilities import LIVE_RECEIVERS_GET_OFFERS, option, receivers
 from weightwire_conformance.rig import Fleet
 from weightwire_conformance.rig.fleet import wait_done
 from weightwire_conformance.rig.worker import gather
@@ -99,4 +99,29 @@ def a_late_receiver_catches_up_through_another_backend(fleet: Fleet, ranks: int)
     assert after_it.receive()[0]["version"] == 3
     after_it.must_hold(3)
     sender = fleet.sender(ranks=ranks, catch_up="filesystem")
+    fleet.exchange(sender, 4, early, late, after_it)
+
+
+@scenario(
+    cases={"one-rank-each": {"ranks": 1}, "two-ranks-each": {"ranks": 2}}, need=option("snapshot")
+)
+def a_late_receiver_is_served_from_a_snapshot(fleet: Fleet, ranks: int) -> None:
+    """By the trainer's copies, without a call of it; one that dies reading holds nobody."""
+    fleet.options["snapshot"] = "host"
+    sender, early = fleet.sender(ranks=ranks), fleet.receiver("early")
+    for version in (1, 2):
+        fleet.exchange(sender, version, early)
+    late = fleet.receiver("late", ranks=ranks)
+    late.must_be_pristine()
+    assert late.receive()[0]["version"] == 2
+    late.must_hold(2)
+    dies = fleet.receiver("dies")
+    dies.arm("receiver.fetch")
+    dies.start("receive")
+    dies.first.until_at("receiver.fetch")
+    dies.kill()
+    fleet.exchange(sender, 3, early, late)
+    after_it = fleet.receiver("after-it")
+    assert after_it.receive()[0]["version"] == 3
+    after_it.must_hold(3)
     fleet.exchange(sender, 4, early, late, after_it)

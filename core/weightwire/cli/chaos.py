@@ -34,6 +34,14 @@ def chaos(
     fault: Annotated[
         list[str] | None, typer.Option(metavar="KIND", help="Only these kinds of faults.")
     ] = None,
+    session: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="A session server, redis://host:port/name, reached through a proxy that slows "
+            "and cuts; by default a directory.",
+        ),
+    ] = "",
     patience: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for any answer.", min=1)
     ] = 60.0,
@@ -61,6 +69,7 @@ def chaos(
         each=each,
         seconds=minutes * 60,
         kinds=tuple(fault or ()),
+        session=session,
     )
     console = Console(stderr=True, highlight=False)
     console.print(f"chaos over {backend!r} with seed {options.seed}")

@@ -176,17 +176,21 @@ class ReceiverMachine:
                 "open both with one backend"
             )
 
-    def receive(self, minimum: int = 0) -> Steps[Policy]:
+    def receive(self, minimum: int = 0, only: int | None = None) -> Steps[Policy]:
         """One version, from the newest offer to its ``receiver_applied``.
 
         Args:
             minimum: offers of lower versions are left alone.
+            only: the version that is on offer now; no other is taken, nor waited for.
+
+        Raises:
+            PeerLost: ``only`` isn't on offer any more.
 
         Yields ``Prepare``, ``Install``, ``Fetch`` and ``Commit`` in this order;
         after ``Prepare`` it may begin again with a newer offer.
         """
         while True:
-            record = yield from self._await_offer(minimum)
+            record = yield from self._await_offer(minimum, only)
             offer = record.offer
             self._enter(ReceiverState.PREPARING)
             try:
@@ -205,9 +209,11 @@ class ReceiverMachine:
             self._settle()
         return (yield from self._install(offer))
 
-    def _await_offer(self, minimum: int) -> Steps[OfferRecord]:
+    def _await_offer(self, minimum: int, only: int | None) -> Steps[OfferRecord]:
         while True:
             record = self.newest_offer()
+            if only is not None and (record is None or record.offer.policy.version != only):
+                raise PeerLost("the sender gave up what it had on offer: receive again")
             if record is not None and record.offer.policy.version >= minimum:
                 return record
             if record is not None and self.capabilities.flow != "store":
@@ -281,6 +287,11 @@ class ReceiverMachine:
                 why = outcome.error.message.partition("\n")[0][:_MOST_REASON]
                 return f"the sender, which aborted version {policy.version} ({why}),"
         return "the sender"
+
+    def decline(self, policy: Policy) -> None:
+        """Tell a sender that this replica takes another way."""
+        reason = ConfigError("it takes another offer")
+        self.session.write(self._answer(policy, "ready"), Ready(declined=ErrorInfo.of(reason)))
 
     def _decline_low(self, policy: Policy, minimum: int) -> None:
         """Tell a sender that waits for us that we wait for a later version."""

@@ -62,6 +62,7 @@ class SenderMachine:
         capabilities: of the backend.
 
     Attributes:
+        offers_to: receivers for which it is false get no offer.
         more: after ``send``: other receivers still have to get the version, in a wave
             that calling it again begins.
         phases: asked for the seconds by phase of this wave, when its outcome is recorded.
@@ -83,6 +84,7 @@ class SenderMachine:
         self.more = False
         self.phases: Callable[[], Mapping[str, float]] = dict
         self._last_finished = False
+        self.offers_to: Callable[[str, Member], bool] | None = None
         self._rollout = Rollout()
         self._last_roster: frozenset[str] = frozenset()
         self._finished: list[int] = []
@@ -268,7 +270,11 @@ class SenderMachine:
 
     def _ours(self, alive: Mapping[str, Member]) -> dict[str, Member]:
         ours = self.member.record.backend
-        return {name: member for name, member in alive.items() if _backend(member) == ours}
+        return {
+            name: member
+            for name, member in alive.items()
+            if _backend(member) == ours and (not self.offers_to or self.offers_to(name, member))
+        }
 
     def _roster(self, offering: Offering) -> Steps[dict[str, Member]]:
         terms = offering.terms

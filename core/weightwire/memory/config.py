@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,8 +22,11 @@ class MemoryConfig(BackendConfig):
         column_blocks: lay large matrices out in blocks of columns, as transports do to
             which every contiguous run is a descriptor.  A copy between processes of
             one host is faster without.
+        snapshot: ``"host"``: each trainer rank keeps a copy of its shards, from which a
+            receiver that comes late gets the newest finished version as soon as it asks.
     """
 
     directory: Path | None = None
     max_bytes: int = Field(default=1 << 40, gt=0)
     column_blocks: bool = False
+    snapshot: Literal["none", "host"] = "none"

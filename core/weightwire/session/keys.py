@@ -15,6 +15,8 @@
     turns/<slot>/<n>/{holder,over}              who may be out of service, one after the other
     agree/<kind>/<n>/<round>/<step>/<rank>    agreement among the ranks of one side
 
+    catch-up/…, snapshot/…                      sessions of their own: see those modules
+
 Every record has one writer: an incarnation that was taken for dead, and wakes up,
 can't overwrite what its successor wrote.
 

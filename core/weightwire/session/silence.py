@@ -11,8 +11,8 @@ from weightwire.errors import SessionError
 
 __all__ = ["Silence"]
 
-_SLOW = 1.0
-"""Seconds that an answer may take without being taken for silence."""
+_SLOW = 0.25
+"""Seconds that an answer may take without being taken for silence: a small part of any lease."""
 
 
 class Silence:

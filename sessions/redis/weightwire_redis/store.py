@@ -6,13 +6,14 @@
     weightwire:NAME:ID/KEY         a record, see ``marks``; a lease expires (``LEASE_KEPT``)
     weightwire:NAME:ID:records     a sorted set: the keys of all records
     weightwire:NAME:ID:leases      likewise, of those that may be lost
-    weightwire:NAME:ID:writes      how many writes there were, leases apart
+    weightwire:NAME:ID:history     a stream: a mark for each write, leases apart
 
-Every operation is one round trip, or two, and reads identity and count with it.  A server
+Every operation is one round trip, or two, and reads identity and history with it.  A server
 that comes back without its data has another identity, or none; one that comes back
-with older data has counted fewer writes than this process has seen: then records
-are lost, and whoever notices says so rather than go on with half of a session.  A
-record that is listed and isn't there was evicted, or deleted by hand.
+with older data lacks the newest write that this process has seen, however many others
+have been made since: then records are lost, and whoever notices says so rather than go
+on with half of a session.  A record that is listed and isn't there was evicted, or
+deleted by hand.
 
 The sets are what makes ``children`` a range of names rather than a scan of a server
 that others use.  All scores are equal, so that members are ordered by their bytes.
@@ -24,6 +25,7 @@ bears a mark of its own, delete because it looks for the value that it came for.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -34,9 +36,9 @@ from weightwire.session import SessionStore
 from weightwire.session.marks import MARK, MAX_VALUE, mark, seal_value
 from weightwire_redis.address import Address
 from weightwire_redis.connection import Command, Connections, Link, Unreachable
-from weightwire_redis.values import read_identity, read_number, read_record
+from weightwire_redis.values import Write, read_identity, read_record, read_write, read_writes
 
-__all__ = ["RedisStore", "names_of"]
+__all__ = ["RedisStore", "follows", "names_of"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -48,8 +50,12 @@ LEASE_KEPT = 2 * 86400
 It only cleans up.  Whether a member is alive is judged by its renewals.
 """
 MAX_NAMES = 1 << 18
+HISTORY = 1 << 13
+"""Writes that are remembered; who saw none of so many can't tell whether they follow on his."""
 _OPERATION_SECONDS = 10.0
 _PAUSE = 0.05
+_HEADS = 4
+"""Replies to what is asked with every operation."""
 
 
 class RedisStore(SessionStore):
@@ -68,7 +74,8 @@ class RedisStore(SessionStore):
         self.url = address.url
         self._connections = Connections(address)
         self._base = f"weightwire:{address.name}"
-        self._seen = 0
+        self._lock = threading.Lock()
+        self._seen: Write | None = None
         self._lost = ""
         self._closed = False
         try:
@@ -82,7 +89,7 @@ class RedisStore(SessionStore):
         self._prefix = f"{own}/"
         self._records = f"{own}:records"
         self._leases = f"{own}:leases"
-        self._writes = f"{own}:writes"
+        self._history = f"{own}:history"
 
     def get(self, key: str) -> bytes | None:
         wanted: list[Command] = [
@@ -105,7 +112,7 @@ class RedisStore(SessionStore):
     def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
         sealed = seal_value(mark(), value)
         commands = self._write(key, sealed) if durable else self._write_lease(key, sealed)
-        self._run("write", key, lambda link: self._transact(link, commands, writes=durable))
+        self._run("write", key, lambda link: self._transact(link, commands, counts=durable))
 
     def create(self, key: str, value: bytes) -> bool:
         write = mark()
@@ -213,20 +220,20 @@ class RedisStore(SessionStore):
 
     def _look(self, link: Link, looks: Sequence[Command]) -> list[Any]:
         """Read; not as a transaction, which a server that is full would refuse."""
-        before = self._seen
-        replies = link.run([*looks, *self._heads(False)])
-        self._check(replies[-2:], before)
-        return replies[:-2]
+        known = self._seen
+        replies = link.run([*looks, *self._heads(known)])
+        self._check(replies[-_HEADS:], known)
+        return replies[:-_HEADS]
 
     def _transact(
-        self, link: Link, commands: Sequence[Command], *, writes: bool = False
+        self, link: Link, commands: Sequence[Command], *, counts: bool = False
     ) -> list[Any]:
-        before = self._seen
-        replies = link.transact([*self._heads(writes), *commands])
+        known, write = self._seen, mark() if counts else None
+        replies = link.transact([*self._heads(known, write), *commands])
         if replies is None:
             raise AssertionError("nothing was watched")
-        self._check(replies, before)
-        return replies[2:]
+        self._check(replies, known, write)
+        return replies[_HEADS:]
 
     def _optimistic(
         self,
@@ -237,32 +244,54 @@ class RedisStore(SessionStore):
     ) -> list[Any]:
         """Look, and change what was looked at unless others did; what the last look found."""
         while True:
-            before = self._seen
-            replies = link.run([("WATCH", *watched), *self._heads(False), *looks])[1:]
-            self._check(replies, before)
-            commands = decide(replies[2:])
+            known = self._seen
+            replies = link.run([("WATCH", *watched), *self._heads(known), *looks])[1:]
+            self._check(replies, known)
+            commands = decide(replies[_HEADS:])
             if not commands:
                 link.run([("UNWATCH",)])
-                return replies[2:]
-            before = self._seen
-            done = link.transact([*self._heads(True), *commands])
+                return replies[_HEADS:]
+            known, write = self._seen, mark()
+            done = link.transact([*self._heads(known, write), *commands])
             if done is not None:
-                self._check(done, before)
-                return replies[2:]
+                self._check(done, known, write)
+                return replies[_HEADS:]
 
-    def _heads(self, writes: bool) -> list[Command]:
-        return [("GET", self._base), ("INCR" if writes else "GET", self._writes)]
+    def _heads(self, known: Write | None, write: bytes | None = None) -> list[Command]:
+        """What is read with every operation, or written with one that counts.
 
-    def _check(self, replies: Sequence[Any], before: int) -> None:
+        The oldest write comes after the one that is known: where that was dropped
+        meanwhile, the oldest is newer.
+        """
+        oldest = "-" if known is None else known.entry
+        newest: Command = (
+            ("XREVRANGE", self._history, "+", "-", "COUNT", 1)
+            if write is None
+            else ("XADD", self._history, "MAXLEN", "~", HISTORY, "*", "w", write)
+        )
+        return [
+            ("GET", self._base),
+            ("XRANGE", self._history, oldest, "+", "COUNT", 1),
+            ("XRANGE", self._history, "-", "+", "COUNT", 1),
+            newest,
+        ]
+
+    def _check(
+        self, replies: Sequence[Any], known: Write | None, write: bytes | None = None
+    ) -> None:
         """Refuse what a server says that has lost records.
 
         Args:
-            before: writes that were counted before it was asked: other threads' answers
+            known: the newest write that was known before it was asked: other threads' answers
                 may be newer than this one.
+            write: the mark of the one that was made with it.
         """
-        identity, count = read_identity(replies[0]), read_number(replies[1])
-        if identity == self._identity and count >= before:
-            self._seen = max(self._seen, count)
+        identity = read_identity(replies[0])
+        newest = read_writes(replies[3]) if write is None else read_write(replies[3], write)
+        if identity == self._identity and follows(known, replies[1], replies[2]):
+            with self._lock:
+                if newest is not None and (self._seen is None or newest > self._seen):
+                    self._seen = newest
             return
         how = (
             "another session has its name now"
@@ -271,7 +300,7 @@ class RedisStore(SessionStore):
         )
         self._lost = (
             f"session {self.url} lost its records ({how}): start all members again, and let Redis "
-            "keep its data (appendonly yes)"
+            "keep its data (appendonly yes, appendfsync always)"
         )
         raise SessionError(self._lost)
 
@@ -305,6 +334,21 @@ class RedisStore(SessionStore):
                 f"session {self.url}: Redis drops records when its memory is full "
                 f"(maxmemory-policy {policy[:64]}): CONFIG SET maxmemory-policy noeviction"
             )
+
+
+def follows(known: Write | None, found: object, oldest: object) -> bool:
+    """Whether what a server has comes after a write that is known.
+
+    Args:
+        found: its reply to what it has from there on.
+        oldest: its reply, later, to the first that it has.
+    """
+    if known is None:
+        return True
+    if read_writes(found) == known:
+        return True
+    first = read_writes(oldest)
+    return first is not None and first > known  # so many since that it was dropped
 
 
 def names_of(url: str, ranges: Sequence[Any]) -> list[str]:

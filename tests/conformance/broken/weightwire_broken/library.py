@@ -12,6 +12,7 @@ import msgspec
 
 import weightwire.lifecycle.receiver
 import weightwire.mixing
+import weightwire.snapshot
 import weightwire.staging
 import weightwire.table
 import weightwire.targets
@@ -246,3 +247,21 @@ class TrustsEveryByte(Spoils, BrokenMemory):
                 return 0
 
         FetchPlan._verify = lenient
+
+
+# ------------------------------------------------------------------ snapshots
+
+
+@broken
+class KeepsItsFirstSnapshot(Spoils, BrokenMemory):
+    """Copies for late receivers are made once."""
+
+    def spoil(self):
+        take = weightwire.snapshot.HostCopies.take
+
+        def once(copies, resolved):
+            if not getattr(copies, "taken", False):
+                copies.taken = True
+                take(copies, resolved)
+
+        weightwire.snapshot.HostCopies.take = once

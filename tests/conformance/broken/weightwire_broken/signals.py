@@ -137,7 +137,7 @@ class HangsWhenClosed(BrokenMemory):
 
 @broken
 class SpeaksItsOwnErrors(BrokenMemory):
-    """Errors of weightwire's tree leave as something else."""
+    """Errors of weightwire's tree leave as something else, wherever in a version they come."""
 
     class sender_class(MemorySender):  # noqa: N801
         def _await_credits(self, index):
@@ -147,11 +147,11 @@ class SpeaksItsOwnErrors(BrokenMemory):
                 raise OSError(str(error)) from error
 
     class receiver_class(MemoryReceiver):  # noqa: N801
-        def fetch(self, group, regions):
-            try:
-                return super().fetch(group, regions)
-            except WeightWireError as error:
-                raise OSError(str(error)) from error
+        def __init__(self, context):
+            super().__init__(context)
+            fail = context.watch.fail
+            # Whether it has begun to fetch when the sender is missed is a matter of moments.
+            context.watch.fail = lambda error, call=None: fail(OSError(str(error)), call)
 
 
 @broken
