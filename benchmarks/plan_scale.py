@@ -94,8 +94,8 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
         request = PlanRequest(
             model, parse_trainer("fsdp=64,ep=8"), inference, (RANK,), group_bytes=20 << 30
         )
-        table = model_table(request)
         config = compat.planning_config(model, tp=1, pp=1, dp=32, expert_parallel=True)
+        table = model_table(request, compat.column_slices(config))
         with compat.model_of_rank(config, RANK) as built:
             began = time.perf_counter()
             trace = check_table(built, config, table, None, ranks=32)

@@ -23,8 +23,8 @@ class Probe:
         request = PlanRequest(
             Path(model), parse_trainer(trainer), parse_inference(""), (), group_bytes=group_bytes
         )
-        table = model_table(request)
         target = self.weight_transfer_engine._target
+        table = model_table(request, target.column_slices)
         regions = target.plan(table)
         batches = target._plan.program.batches
         replayed = {group: len(batch) for group, batch in batches.items()}
