@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from data_parallel import data_parallel
 
 import weightwire
 from weightwire_vllm.compare import Difference, Snapshot, compare
@@ -44,9 +46,6 @@ def difference(mine: str, other: str) -> Difference:
 
 
 def start(directory: Path, which: str) -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
             [sys.executable, str(CHILD), str(directory), which],
@@ -54,17 +53,13 @@ def start(directory: Path, which: str) -> list[dict[str, str]]:
                 **os.environ,
                 "PYTHONPATH": str(CHILD.parent),  # workers import what runs in them
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_DP_SIZE": "2",
-                "VLLM_DP_RANK": str(rank),
-                "VLLM_DP_RANK_LOCAL": str(rank),
-                "VLLM_DP_MASTER_IP": "127.0.0.1",
-                "VLLM_DP_MASTER_PORT": str(port),
+                **environment,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for environment in data_parallel(2)
     ]
     found = []
     try:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from data_parallel import data_parallel
+
 from weightwire_vllm.families import family_model
 from weightwire_vllm.models import save_checkpoint
 
@@ -44,6 +47,7 @@ def checkpoint(tmp_path_factory):
     return get
 
 
+EXPERTS = {"enable_expert_parallel": True}
 CASES = {
     "deepseek_v3 tp=2": ("deepseek_v3", "fsdp=3", "tp=2", {"tensor_parallel_size": 2}),
     "qwen3_moe tp=2 ep=2": (
@@ -54,8 +58,48 @@ CASES = {
     ),
     "qwen3-tied": ("qwen3-tied", "fsdp=2,dp=2", "tp=1", {}),
     "glm4_moe": ("glm4_moe", "fsdp=4,ep=4", "tp=1", {}),
+    "llama tp=2": ("llama", "fsdp=3,dp=2", "tp=2", {"tensor_parallel_size": 2}),
+    "mixtral tp=2": ("mixtral", "fsdp=2", "tp=2", {"tensor_parallel_size": 2}),
+    "deepseek_v3 tp=2 ep=2": (
+        "deepseek_v3",
+        "fsdp=4,ep=2",
+        "tp=2,ep=2",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "qwen3_moe dp=2 ep=2": ("qwen3_moe", "fsdp=4,ep=2", "dp=2,ep=2", EXPERTS),
+    "deepseek_v3 dp=2 ep=2": ("deepseek_v3", "fsdp=3", "dp=2,ep=2", EXPERTS),
+    "qwen3_moe dp=2": ("qwen3_moe", "fsdp=2", "dp=2", {}),
+    "llama pp=2": ("llama", "fsdp=2", "pp=2", {"pipeline_parallel_size": 2}),
 }
 SLICE = ("qwen3_moe tp=2 ep=2",)
+
+
+def plans_of_an_engine(directory, trainer, options, dp, meeting):
+    """What each worker of a running engine plans; data-parallel ranks are a process each."""
+    arguments = (directory, trainer, 16384, json.dumps(options), meeting)
+    command = [str(HERE / "plan_child.py"), *map(str, arguments)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**ENVIRONMENT, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environment in data_parallel(dp)
+    ]
+    running = []
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for stdout, stderr in outputs:
+        lines = [line for line in stdout.splitlines() if line.startswith("PLANS ")]
+        assert lines, stderr[-3000:]
+        running += json.loads(lines[0].removeprefix("PLANS "))
+    return running
 
 
 @pytest.mark.parametrize(
@@ -75,10 +119,8 @@ def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, case):
     assert planned.returncode == 0, planned.stderr[-3000:]
     result = json.loads(planned.stdout)
     assert result["unmatched"] == []
-    engine = run(str(HERE / "plan_child.py"), str(directory), trainer, "16384", json.dumps(options))
-    lines = [line for line in engine.stdout.splitlines() if line.startswith("PLANS ")]
-    assert lines, engine.stderr[-3000:]
-    running = json.loads(lines[0].removeprefix("PLANS "))
+    dp = 2 if "dp=2" in inference else 1
+    running = plans_of_an_engine(directory, trainer, options, dp, tmp_path)
     mine = [
         [rank["nbytes"], rank["descriptors"], rank["replayed"], rank["owners"]]
         for rank in result["ranks"]
@@ -112,7 +154,14 @@ BAD = {
     "rank out of range": (("--inference", "tp=2", "--ranks", "2"), "rank 2 is out of range"),
     "ep that spans no ranks": (("--inference", "tp=2,dp=2,ep=3"), "ep=3 isn't tp x dp = 4"),
     "ep that doesn't divide": (("--trainer", "fsdp=8,ep=3"), "ep=3 doesn't divide fsdp=8"),
-    "heads that don't divide": (("--inference", "tp=3"), "vLLM can't"),
+    "heads that don't divide": (
+        ("--inference", "tp=3"),
+        "so: Total number of attention heads (4) must be divisible by tensor parallel size (3)",
+    ),
+    "experts of a dense model": (
+        ("--inference", "tp=2,ep=2"),
+        "so: Number of experts in the model must be greater than 0",
+    ),
     "no such engine": (("--engine", "sglang"), "no planner for engine 'sglang'"),
     "no such dtype": (("--wire-dtype", "fp4"), "--wire-dtype fp4: use one of"),
 }

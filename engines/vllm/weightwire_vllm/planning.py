@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ValidationError
 
 from weightwire.conversion import ModuleViews
 from weightwire.errors import BackendUnavailable, ConfigError, TableMismatch
@@ -145,5 +146,8 @@ def _trainer_model(request: PlanRequest) -> nn.Module:
 
 
 def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    said = str(error)
+    if isinstance(error, ValidationError):  # without pydantic's account of the input
+        said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    text = " ".join(said.split())
     return text if len(text) < 500 else text[:500] + " ..."
