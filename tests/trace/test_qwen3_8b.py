@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
 import torch
 
-from weightwire.blocks import ANY, blocks_for
+from weightwire.blocks import ANY, BLOCKS, blocks_for
 from weightwire.cuts import Cuts
 from weightwire.layout import count_reads
 from weightwire.pipeline import FetchPlan
@@ -159,3 +160,17 @@ def test_a_reader_of_whole_matrices_reads_each_shard_in_one_run(trainers):
     assert int(routes.nbytes.sum()) == table.nbytes
     parts = sum(len(Cuts(table).parts(i)) for i in range(len(table.tensors)))
     assert len(routes) <= sum(len(entry.shards) for entry in table.tensors) + parts
+
+
+def test_memory_for_planning_is_bounded_by_what_it_gives():
+    table = table_of(64, blocks=BLOCKS)
+    regions = compile_tape(traced(0)[0], table).regions
+    served = Served(table)
+    tracemalloc.start()
+    try:
+        routes = route(served, regions)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Twice while they are put together, and what some regions take on the way.
+    assert peak <= 2 * sum(array.nbytes for array in routes.arrays) + (16 << 20)
