@@ -17,22 +17,17 @@ from weightwire_vllm.families import family_model
 from weightwire_vllm.models import save_checkpoint
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(HERE),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-def run(*command, timeout=280):
-    return subprocess.run(
-        [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
-    )
 
 
 def plan(*arguments):
-    return run("-c", "from weightwire.cli.main import main; main()", "plan", *map(str, arguments))
+    main = "from weightwire.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", main, "plan", *map(str, arguments)],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,25 +63,22 @@ CASES = {
     ),
     "qwen3_moe dp=2 ep=2": ("qwen3_moe", "fsdp=4,ep=2", "dp=2,ep=2", EXPERTS),
     "deepseek_v3 dp=2 ep=2": ("deepseek_v3", "fsdp=3", "dp=2,ep=2", EXPERTS),
-    "qwen3_moe dp=2": ("qwen3_moe", "fsdp=2", "dp=2", {}),
     "llama pp=2": ("llama", "fsdp=2", "pp=2", {"pipeline_parallel_size": 2}),
 }
 SLICE = ("qwen3_moe tp=2 ep=2",)
 
 
-def plans_of_an_engine(directory, trainer, options, dp, meeting):
+def plans_of_an_engine(command, dp, environment):
     """What each worker of a running engine plans; data-parallel ranks are a process each."""
-    arguments = (directory, trainer, 16384, json.dumps(options), meeting)
-    command = [str(HERE / "plan_child.py"), *map(str, arguments)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, *command],
-            env={**ENVIRONMENT, **environment},
+            command,
+            env={**environment, "VLLM_LOGGING_LEVEL": "ERROR", **of_rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for environment in data_parallel(dp)
+        for of_rank in data_parallel(dp)
     ]
     running = []
     try:
@@ -105,7 +97,7 @@ def plans_of_an_engine(directory, trainer, options, dp, meeting):
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in SLICE else pytest.mark.soak) for c in CASES]
 )
-def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, case):
+def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, engine_room, case):
     kind, trainer, inference, options = CASES[case]
     directory = checkpoint(kind)
     bare = tmp_path / "bare"  # the planner sees no weights
@@ -119,8 +111,10 @@ def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, case):
     assert planned.returncode == 0, planned.stderr[-3000:]
     result = json.loads(planned.stdout)
     assert result["unmatched"] == []
+    arguments = (directory, trainer, 16384, json.dumps(options), tmp_path)
+    command = [sys.executable, str(HERE / "plan_child.py"), *map(str, arguments)]
     dp = 2 if "dp=2" in inference else 1
-    running = plans_of_an_engine(directory, trainer, options, dp, tmp_path)
+    running = plans_of_an_engine(command, dp, engine_room)
     mine = [
         [rank["nbytes"], rank["descriptors"], rank["replayed"], rank["owners"]]
         for rank in result["ranks"]
