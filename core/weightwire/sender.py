@@ -247,7 +247,8 @@ class WeightSender(Handle):
         more = True
         try:
             while more:
-                slices, refusal = self._look_ahead(version, wait)
+                with phases.timed("ready"):
+                    slices, refusal = self._look_ahead(version, wait)
                 resolved = self._ours.arrive(
                     version, wait, phases, refusal, column_slices=slices, begins=not waves
                 )
