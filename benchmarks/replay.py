@@ -144,7 +144,9 @@ def measure(
         "replay_seconds": round(statistics.median(medians["replay"]), 4),
         "copies_seconds": round(statistics.median(medians["copies"]), 4),
         "ratio": round(statistics.median(ratios), 3),
-        "ratios": [round(ratio, 3) for ratio in sorted(ratios)],
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "replays": [round(seconds, 4) for seconds in medians["replay"]],
+        "copies": [round(seconds, 4) for seconds in medians["copies"]],
     }
 
 

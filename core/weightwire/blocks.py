@@ -1,10 +1,11 @@
 """Which matrices lie in slots in blocks of columns, and in how many.
 
-A trainer doesn't know which engines will read its weights, nor how they cut them.  A
-slice of rows is one run of a row-major matrix and one of each block; a slice of columns
+A slice of rows is one run of a row-major matrix and one of each block; a slice of columns
 is one run a row of a row-major matrix, and of blocks one each, or none where tensor
 parallelism divides them.  So blocks cost a reader of rows a few runs and save a reader
-of columns thousands, as long as a run is worth its bytes.
+of columns thousands, as long as a run is worth its bytes.  Receivers say in how many
+slices of columns their ranks read (``WeightTarget.column_slices``): there are as many
+blocks as that takes, and none where everybody reads whole rows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,23 @@ from collections.abc import Iterable
 
 from weightwire.table import Part, Shard, TensorEntry
 
-__all__ = ["BLOCKS", "LEAST_BLOCK_NBYTES", "LEAST_SAVING", "borders_within", "column_blocks"]
+__all__ = [
+    "ANY",
+    "BLOCKS",
+    "LEAST_BLOCK_NBYTES",
+    "LEAST_SAVING",
+    "blocks_for",
+    "borders_within",
+    "column_blocks",
+    "common_slices",
+]
+
+ANY = 0
+"""Slices of columns of a receiver that doesn't say in how many it reads."""
 
 BLOCKS = (16, 8, 4, 2)
-"""Numbers of blocks that are tried, best first: tensor parallelism divides by powers of two."""
+"""Numbers of blocks for whoever doesn't say, best first: tensor parallelism divides by powers
+of two."""
 
 LEAST_BLOCK_NBYTES = 64 << 10
 """A shorter run's own cost (``weightwire.trace.reads.RUN_COST``) would be felt."""
@@ -26,11 +40,35 @@ LEAST_SAVING = 4
 """Blocks have to save a reader of columns this factor in runs."""
 
 
-def column_blocks(entry: TensorEntry, parts: Iterable[Part]) -> int:
+def common_slices(slices: Iterable[int]) -> int:
+    """In how many slices of columns matrices are cut for all of several receivers.
+
+    Args:
+        slices: what each of them says, or ``ANY``.
+
+    Returns:
+        ``ANY`` if one of them doesn't say, or if they'd take more blocks than that.
+    """
+    found = 1
+    for each in slices:
+        if each == ANY or (found := math.lcm(found, each)) > max(BLOCKS):
+            return ANY
+    return found
+
+
+def blocks_for(slices: int) -> tuple[int, ...]:
+    """Numbers of blocks to try for readers of so many slices of columns, best first."""
+    if slices == ANY:
+        return BLOCKS
+    return (slices,) if slices > 1 else ()
+
+
+def column_blocks(entry: TensorEntry, parts: Iterable[Part], tried: Iterable[int] = BLOCKS) -> int:
     """Blocks of columns in which a tensor's shards lie in slots; 1 for row by row.
 
     Args:
         parts: what of it travels in each group.
+        tried: numbers of blocks, best first.
     """
     if len(entry.shape) < 2 or not entry.numel:
         return 1
@@ -40,7 +78,7 @@ def column_blocks(entry: TensorEntry, parts: Iterable[Part]) -> int:
     boxes = [box for part in parts for s in entry.shards if (box := _meet(part, s)) is not None]
     largest = max(boxes, key=lambda box: math.prod(box.sizes))
     rows = math.prod(largest.sizes[:-1])
-    for blocks in BLOCKS:
+    for blocks in tried:
         width = entry.shape[-1] // blocks
         nbytes = rows * min(width, largest.sizes[-1]) * entry.torch_dtype.itemsize
         if (

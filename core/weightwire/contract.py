@@ -233,9 +233,10 @@ class SenderTransport(ABC):
     """How many finished versions stay readable; None keeps all.  Only with ``serves_finished``."""
 
     column_blocks: bool = False
-    """If True, large matrices may lie in slots in blocks of columns (``Place.tiles``), so that
-    receivers of column slices read few long runs; ``slot`` then never returns None.  If False,
-    every tensor lies row by row.  Read before ``set_table``; equal on all ranks."""
+    """If True, large matrices lie in slots in blocks of columns (``Place.tiles``) where receivers
+    read slices of columns (``WeightTarget.column_slices``), which are few long runs then;
+    ``slot`` then never returns None.  If False, every tensor lies row by row.  Read before
+    ``set_table``; equal on all ranks."""
 
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""

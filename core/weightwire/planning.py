@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weightwire.blocks import blocks_for
 from weightwire.errors import BackendUnavailable
 from weightwire.grouping import DEFAULT_GROUP_BYTES, layer_key
 from weightwire.routes import Routes, Served, joined, route
@@ -248,16 +249,17 @@ def trainer_table(
     trainer: Trainer,
     group_bytes: int,
     is_expert: Callable[[str], bool],
+    column_slices: int,
 ) -> TensorTable:
     """The table that a trainer of this topology would publish to readers of ranges.
-
-    Large matrices lie in blocks of columns, as one-sided backends stage them.
 
     Args:
         tensors: global shape and wire dtype, by name, without aliases.
         ties: alias to carrier.
         views: checkpoint tensors that are made of others.
         is_expert: whether dimension 0 of a tensor counts experts.
+        column_slices: of the engine (``WeightTarget.column_slices``): large matrices lie in
+            as many blocks of columns, as one-sided backends stage them.
     """
     specs = []
     for rank in range(trainer.fsdp):
@@ -266,7 +268,8 @@ def trainer_table(
             offsets, sizes = _box(shape, rank, trainer, is_expert(name))
             entries.append(TensorEntry(name, shape, dtype_name(dtype), (Shard(0, offsets, sizes),)))
         specs.append(Spec(tuple(entries), dict(ties)))
-    return build_table(specs * trainer.replicas, group_bytes, blocks=True, views=views)
+    blocks = blocks_for(column_slices)
+    return build_table(specs * trainer.replicas, group_bytes, blocks=blocks, views=views)
 
 
 def _box(

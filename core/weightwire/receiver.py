@@ -102,6 +102,7 @@ class WeightReceiver(Handle):
                 backend=self._backend.name,
                 lease_ttl=self._options.lease_ttl,
                 look_around=self._look_around,
+                column_slices=self._target.column_slices,
             )
             undo.callback(self._say_goodbye)
             undo.callback(self._keeper.stop)

@@ -2,13 +2,14 @@
 
 Regions are intersected with the shards as these lie in their owners' slots, cut into
 contiguous runs, sorted by address and merged where neighbours touch on both sides.
-Everything is done on whole arrays: there is no loop over regions, shards or runs.
+Everything is done on arrays of many: there is no loop over regions, shards or runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from weightwire.table import Region, TensorTable
 __all__ = ["Routes", "Served", "joined", "route"]
 
 Ints = NDArray[np.int64]
+
+_PAIRS = 1 << 14
+"""Regions times shards that are worked on at one time, which bounds the memory that it takes."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,32 @@ class Routes:
 
     def __len__(self) -> int:
         return len(self.nbytes)
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        return self.group, self.owner, self.source, self.target, self.nbytes
+
+
+class Placed(NamedTuple):
+    """Regions as arrays, one an index.
+
+    Attributes:
+        tensor: of the table.
+        group: in which it travels.
+        offsets: first index in each dimension.
+        sizes: extent in each dimension, in elements.
+        begin: first byte in the reader's slot.
+    """
+
+    tensor: Ints
+    group: Ints
+    offsets: Ints
+    sizes: Ints
+    begin: Ints
+
+    def of(self, rows: Ints) -> Placed:
+        """Some of them."""
+        return Placed(*(array[rows] for array in self))
 
 
 class Served:
@@ -89,8 +119,8 @@ class Served:
         full = [(*missing[len(row)], *row) for row in rows]
         return np.array(full, np.int64).reshape(len(rows), self.dims)
 
-    def placed(self, regions: Sequence[Region]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Tensor, group, offsets, sizes and begin in the reader's slot of each region."""
+    def placed(self, regions: Sequence[Region]) -> Placed:
+        """Where regions lie in the reader's slots."""
         tensor = np.array([region.tensor for region in regions], np.int64)
         offsets = self.padded([region.offsets for region in regions], 0)
         sizes = self.padded([region.sizes for region in regions], 1)
@@ -101,7 +131,7 @@ class Served:
         nbytes = sizes.prod(axis=1) * self.items[tensor]
         begin = np.empty(len(tensor), np.int64)
         begin[order] = _placed(groups[order], nbytes[order])
-        return tensor, groups, offsets, sizes, begin
+        return Placed(tensor, groups, offsets, sizes, begin)
 
     def _order_of_tensors(self) -> Ints:
         members = np.array([i for group in self.table.groups for i in group.tensors], np.int64)
@@ -166,11 +196,40 @@ def route(served: Served, regions: Sequence[Region]) -> Routes:
     if not regions or not len(served.key):
         empty = np.zeros(0, np.int64)
         return Routes(empty, empty, empty, empty, empty)
-    tensor, group, offsets, sizes, begin = served.placed(regions)
-    key = group * max(len(served.table.tensors), 1) + tensor
+    placed = served.placed(regions)
+    key = placed.group * max(len(served.table.tensors), 1) + placed.tensor
     low = np.searchsorted(served.key, key, "left")
-    high = np.searchsorted(served.key, key, "right")
-    region, inner = _expanded(high - low)
+    count = np.searchsorted(served.key, key, "right") - low
+    found = [
+        _routed(served, placed.of(rows), low[rows], count[rows])
+        for rows in _together(placed.group, count)
+    ]
+    return Routes(
+        *(np.concatenate(parts) for parts in zip(*(each.arrays for each in found), strict=True))
+    )
+
+
+def _together(group: Ints, pairs: Ints) -> list[Ints]:
+    """Regions that are worked on at one time: of whole groups, in their order.
+
+    Args:
+        pairs: by region, the shards that it may meet.
+    """
+    order = np.argsort(group, kind="stable")
+    begins = np.flatnonzero(np.diff(group[order], prepend=-1))
+    batch = np.cumsum(np.add.reduceat(pairs[order], begins)) // _PAIRS
+    firsts = begins[np.flatnonzero(np.diff(batch, prepend=-1))]
+    return np.split(order, firsts[1:])
+
+
+def _routed(served: Served, placed: Placed, low: Ints, count: Ints) -> Routes:
+    """The descriptors of the regions of some groups.
+
+    Args:
+        low, count: by region, its first shard and their number.
+    """
+    tensor, group, offsets, sizes, begin = placed
+    region, inner = _expanded(count)
     shard = low[region] + inner
     start = np.maximum(offsets[region], served.offsets[shard])
     stop = np.minimum(offsets[region] + sizes[region], served.offsets[shard] + served.sizes[shard])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weightwire import catch_up as catching_up
 from weightwire import snapshot as snapshots
+from weightwire.blocks import ANY
 from weightwire.config import BackendChoice
 from weightwire.contract import Context, Offer, SenderTransport, Wait
 from weightwire.deadline import Deadline, Watch, calling
@@ -281,8 +282,10 @@ class WeightSender(Handle):
         more = True
         try:
             while more:
+                with phases.timed("ready"):
+                    slices, refusal = self._look_ahead(version, wait)
                 resolved = self._ours.arrive(
-                    version, wait, phases, self._refusal(version), begins=not waves
+                    version, wait, phases, refusal, column_slices=slices, begins=not waves
                 )
                 if self._rank == 0:
                     wave, more = self._lead(version, wait, resolved, phases, began)
@@ -311,14 +314,17 @@ class WeightSender(Handle):
             log.error("version %d isn't stored for late receivers: %s", version, error)
             return f"not stored: {error}"
 
-    def _refusal(self, version: int) -> ConfigError | None:
-        """Why rank 0 won't send this version, or None."""
-        if self._rank == 0:
-            try:
-                self._machine.next_policy(version)
-            except ConfigError as error:
-                return error
-        return None
+    def _look_ahead(self, version: int, wait: Wait) -> tuple[int, BaseException | None]:
+        """How the version's readers read, and why rank 0 won't send it, or None."""
+        if self._rank != 0:
+            return ANY, None
+        try:
+            self._machine.next_policy(version)
+            if not self._transport.column_blocks:
+                return ANY, None
+            return drive(self._machine.column_slices(self._terms, wait), self._watch), None
+        except BaseException as error:  # an interruption too: the other ranks are told
+            return ANY, error
 
     def _lead(
         self,

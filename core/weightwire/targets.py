@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from weightwire.blocks import ANY
 from weightwire.copying import copy_all
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
@@ -82,6 +83,16 @@ class WeightTarget(ABC):
     def device(self) -> torch.device:
         """Where transports should let this rank's regions arrive, unless told otherwise."""
         return torch.device("cpu")
+
+    @property
+    def column_slices(self) -> int:
+        """In how many equal slices of columns this replica's ranks read matrices.
+
+        The tensor parallel size, or 1 where every rank reads whole rows; 0 where it isn't
+        known.  Equal on all ranks, and read when the receiver is opened.  Trainers may lay
+        matrices out for it; what is read is the same whatever it says.
+        """
+        return ANY
 
     @property
     def keeps_buffers(self) -> bool:
@@ -167,6 +178,10 @@ class MappingTarget(WeightTarget):
     @property
     def device(self) -> torch.device:
         return device_of(self.current().values())
+
+    @property
+    def column_slices(self) -> int:
+        return 1
 
     def plan(self, table: TensorTable) -> Sequence[Region]:
         current = self.current()

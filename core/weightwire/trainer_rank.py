@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weightwire.blocks import ANY, blocks_for, common_slices
 from weightwire.contract import Backend, Offer, SenderTransport, Wait, checked_description
 from weightwire.deadline import Watch
 from weightwire.digest import combine
@@ -40,6 +41,10 @@ class _Arrival(msgspec.Struct, frozen=True):
     wait: str
     spec: str
     agreed: tuple[str, ...]
+    column_slices: int
+    """Of the readers that rank 0 sees."""
+    last_slices: int | None
+    """For which the last table was made."""
 
 
 class _Made(msgspec.Struct, frozen=True):
@@ -97,6 +102,7 @@ class TrainerRank:
         self._views_digest = ""
         self._views_read: frozenset[str] = frozenset()
         self._digests: tuple[str, ...] = ()
+        self._column_slices: int | None = None
         self.table: TensorTable | None = None
         self.table_digest = ""
         self.nbytes = 0
@@ -109,22 +115,24 @@ class TrainerRank:
         phases: Phases,
         refusal: BaseException | None,
         *,
+        column_slices: int = ANY,
         begins: bool = True,
     ) -> Resolved:
         """Resolve the source on every rank, and agree on what is to be sent.
 
         Args:
             refusal: why rank 0 won't send this version.
+            column_slices: rank 0: what the table's readers say (``WeightTarget.column_slices``).
             begins: this is the call's first wave.
         """
         error = refusal
         resolved: Resolved | None = None
-        arrival = _Arrival(version, wait, "", self._digests)
+        arrival = _Arrival(version, wait, "", self._digests, column_slices, self._column_slices)
         with phases.timed("offer"):
             try:
                 resolved = self._resolve()
                 spec = self._publish_spec(resolved)
-                arrival = _Arrival(version, wait, spec, self._digests)
+                arrival = msgspec.structs.replace(arrival, spec=spec)
             except BaseException as caught:  # an interruption too: the other ranks are told
                 error = error or caught
             drive(self._agreement.next_round(begins=begins), self._watch)
@@ -135,9 +143,10 @@ class TrainerRank:
             _refuse_unlike(arrivals)
             assert resolved is not None  # noqa: S101 - agree() raised otherwise
             digests = tuple(other.spec for other in arrivals)
+            slices = _slices(arrivals[0])
             # Unless every rank came to a table for just these last time, all make it anew.
-            if any(other.agreed != digests for other in arrivals):
-                self._agree_on_table(digests)
+            if any((other.agreed, other.last_slices) != (digests, slices) for other in arrivals):
+                self._agree_on_table(digests, slices)
         return resolved
 
     def _resolve(self) -> Resolved:
@@ -163,7 +172,7 @@ class TrainerRank:
         payload = msgspec.msgpack.encode(value)
         return blob_digest(payload) if self._agreement.alone else self._session.put_blob(payload)
 
-    def _agree_on_table(self, digests: tuple[str, ...]) -> None:
+    def _agree_on_table(self, digests: tuple[str, ...], slices: int) -> None:
         """Make the table of all ranks' specs."""
         self._digests = ()  # until every rank has it
         error: BaseException | None = None
@@ -173,7 +182,7 @@ class TrainerRank:
             others = {*digests} - {self._spec_digest}
             specs = {digest: self._read(digest, Spec) for digest in others}
             specs[self._spec_digest] = self._spec
-            self._use_table([specs[digest] for digest in digests])
+            self._use_table([specs[digest] for digest in digests], slices)
             described = checked_description(self._transport.describe())
             made = msgspec.msgpack.encode(_Made(self.table_digest, self._options.verify, described))
         except BaseException as caught:
@@ -182,7 +191,7 @@ class TrainerRank:
         found = [unpack(payload, _Made, "a trainer rank") for payload in payloads]
         _refuse_other_options(found)
         self.transports = tuple(other.transport for other in found)
-        self._digests = digests
+        self._digests, self._column_slices = digests, slices
 
     def _read(self, digest: str, kind: type[T]) -> T:
         payload = self._session.get_blob(digest)
@@ -196,14 +205,14 @@ class TrainerRank:
                 "run one weightwire version on all ranks"
             ) from error
 
-    def _use_table(self, specs: Sequence[Spec]) -> None:
+    def _use_table(self, specs: Sequence[Spec], slices: int) -> None:
         whole = self._backend.capabilities.whole_tensors
         views = merge_views(self._all_views(specs))
         table = build_table(
             specs,
             self._options.group_bytes,
             whole=whole,
-            blocks=self._transport.column_blocks,
+            blocks=blocks_for(slices) if self._transport.column_blocks else (),
             views=views,
         )
         exchange = ExchangePlan(table, specs, views) if whole else None
@@ -318,6 +327,15 @@ class TrainerRank:
         if self._backend.capabilities.flow == "store":
             return ()
         return tuple(sorted(set(offer.roster) - readers.keys()))
+
+
+def _slices(first: _Arrival) -> int:
+    """For which slices of columns the table is made: those of the last one count on.
+
+    Readers that come and go would have it made anew otherwise.
+    """
+    before = () if first.last_slices is None else (first.last_slices,)
+    return common_slices((first.column_slices, *before))
 
 
 def _refuse_unlike(arrivals: Sequence[_Arrival]) -> None:

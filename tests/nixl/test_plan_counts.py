@@ -37,6 +37,10 @@ class SecondOfTwo(WeightTarget):
         self.arrived: dict[Region, Tensor] = {}
         self.table: TensorTable | None = None
 
+    @property
+    def column_slices(self) -> int:
+        return 2
+
     def plan(self, table: TensorTable) -> Sequence[Region]:
         self.table = table
         self.regions = regions_of(table)
@@ -68,7 +72,13 @@ def regions_of(table: TensorTable) -> list[Region]:
 def test_descriptors_are_as_many_as_were_planned(tmp_path, direction):
     given = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
     table = trainer_table(
-        given, {}, (), parse_trainer(TRAINER), GROUP_BYTES, is_expert=lambda name: False
+        given,
+        {},
+        (),
+        parse_trainer(TRAINER),
+        GROUP_BYTES,
+        is_expert=lambda name: False,
+        column_slices=2,
     )
     planned = rank_plan(0, Served(table), regions_of(table), {})
     assert max(entry.blocks for entry in table.tensors) > 1

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
 import torch
 
+from weightwire.blocks import ANY, BLOCKS, blocks_for
+from weightwire.cuts import Cuts
 from weightwire.layout import count_reads
+from weightwire.pipeline import FetchPlan
 from weightwire.routes import Served, route
 from weightwire.sources import Spec
-from weightwire.table import Shard, TensorEntry
+from weightwire.table import Region, Shard, TensorEntry
 from weightwire.tables import build_table
 from weightwire.trace import LazyWeight, Recorder, compile_tape
 
@@ -86,7 +90,7 @@ def traced(rank):
     return recorder.tape, sum(tensor.nbytes for tensor in stand_ins.values())
 
 
-def table_of(trainers, *, blocks):
+def table_of(trainers, *, blocks=()):
     """FSDP: rows over all trainer ranks."""
     specs = []
     for rank in range(trainers):
@@ -102,9 +106,10 @@ def table_of(trainers, *, blocks):
     return build_table(specs, 256 << 20, blocks=blocks)
 
 
+@pytest.mark.parametrize("slices", [ANY, TP])
 @pytest.mark.parametrize("trainers", [1, 8, pytest.param(64, marks=pytest.mark.soak)])
-def test_a_rank_pulls_what_it_needs_in_few_descriptors(trainers):
-    table = table_of(trainers, blocks=True)
+def test_a_rank_pulls_what_it_needs_in_few_descriptors(trainers, slices):
+    table = table_of(trainers, blocks=blocks_for(slices))
     pulled = torch.zeros(len(table.tensors), dtype=torch.int64)
     served = Served(table)
     for rank in range(TP):
@@ -142,6 +147,30 @@ def assert_disjoint(regions):
 
 def test_row_by_row_the_same_reads_would_shatter():
     tape, _ = traced(0)
-    table = table_of(8, blocks=False)
+    table = table_of(8)
     counts = count_reads(table, compile_tape(tape, table).regions).values()
     assert sum(count.descriptors for count in counts) > 290_000
+
+
+@pytest.mark.parametrize("trainers", [1, 64])
+def test_a_reader_of_whole_matrices_reads_each_shard_in_one_run(trainers):
+    table = table_of(trainers, blocks=blocks_for(1))
+    regions = [Region.whole(i, entry) for i, entry in enumerate(table.tensors)]
+    routes = route(Served(table), FetchPlan(table, regions, pieces=True, blocks=True).regions)
+    assert int(routes.nbytes.sum()) == table.nbytes
+    parts = sum(len(Cuts(table).parts(i)) for i in range(len(table.tensors)))
+    assert len(routes) <= sum(len(entry.shards) for entry in table.tensors) + parts
+
+
+def test_memory_for_planning_is_bounded_by_what_it_gives():
+    table = table_of(64, blocks=BLOCKS)
+    regions = compile_tape(traced(0)[0], table).regions
+    served = Served(table)
+    tracemalloc.start()
+    try:
+        routes = route(served, regions)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Twice while they are put together, and what some regions take on the way.
+    assert peak <= 2 * sum(array.nbytes for array in routes.arrays) + (16 << 20)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from loaders import trace
 from test_properties import apply_operations, apply_views, operations, view_steps
 
+from weightwire.blocks import BLOCKS
 from weightwire.contract import ReceiverTransport, SenderTransport
 from weightwire.deadline import Deadline, Watch
 from weightwire.exchange import Exchange
@@ -206,7 +207,9 @@ def check(tensors, chains, mesh, budget, blocks, wire, in_place):
         resolved = resolve(MappingSource(held), rules)
         specs.append(resolved.spec)
         per_rank.append(resolved.tensors)
-    table = type(table := build_table(specs, budget, blocks=blocks)).decode(table.encode())
+    table = type(table := build_table(specs, budget, blocks=BLOCKS if blocks else ())).decode(
+        table.encode()
+    )
     if blocks:
         table = in_small_blocks(table)
     sent = {

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,26 @@ def observe(llm: Any, *, packed: bool) -> Cold:
         [list(output.outputs[0].token_ids) for output in outputs],
         token_logprobs(llm, PROMPTS),
     )
+
+
+@pytest.fixture
+def engine_room() -> Iterator[dict[str, str]]:
+    """Environment of an engine with several workers; what they leave is gone at the end.
+
+    vLLM's CPU workers hang as their processes exit, are killed by the executor after its
+    5 seconds of grace, and so leave the shared memory of their group, which has the name
+    of the file in which they met.
+    """
+    with tempfile.TemporaryDirectory(prefix="ww-") as directory:
+        yield {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),  # workers import what runs in them
+            "TMPDIR": directory,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        for meeting in Path(directory).glob("vllm_dist_*"):
+            for left in Path("/dev/shm").glob(f"{meeting.name}-*"):
+                left.unlink()
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ Arguments: directory, kind.  The rank comes from vLLM's own environment variable
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
+
+from data_parallel import leave_together
 
 from weightwire_vllm import inprocess
 
@@ -36,13 +36,7 @@ def main(directory: Path) -> None:
         inprocess.update(llm, version=1)
         (seen["after"],) = llm.collective_rpc("digest")
     print("STATE " + json.dumps(seen), flush=True)
-    # The ranks of an engine leave together.
-    mine = directory / f"done{which}{os.environ['VLLM_DP_RANK']}"
-    mine.touch()
-    deadline = time.monotonic() + 60
-    while len(list(directory.glob(f"done{which}*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os._exit(0)  # vLLM's data-parallel shutdown waits for a coordinator that isn't there
+    leave_together(directory, f"done{which}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from data_parallel import leave_together
 
 from weightwire.planning import PlanRequest, rank_plan
 from weightwire.routes import Served
@@ -23,8 +26,8 @@ class Probe:
         request = PlanRequest(
             Path(model), parse_trainer(trainer), parse_inference(""), (), group_bytes=group_bytes
         )
-        table = model_table(request)
         target = self.weight_transfer_engine._target
+        table = model_table(request, target.column_slices)
         regions = target.plan(table)
         batches = target._plan.program.batches
         replayed = {group: len(batch) for group, batch in batches.items()}
@@ -44,7 +47,9 @@ def main(directory: str, trainer: str, group_bytes: int, options: dict[str, Any]
         Path(directory), dtype="bfloat16", worker_extension_cls="plan_child.Probe", **options
     )
     plans = llm.collective_rpc("planned", args=(directory, trainer, group_bytes))
-    print("PLANS " + json.dumps([json.loads(plan) for plan in plans]))
+    print("PLANS " + json.dumps([json.loads(plan) for plan in plans]), flush=True)
+    if "VLLM_DP_RANK" in os.environ:
+        leave_together(Path(sys.argv[5]), "planned")
     inprocess.stop_engine(llm)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from data_parallel import data_parallel
 
 import weightwire
 from weightwire_vllm.compare import Difference, Snapshot, compare
@@ -21,7 +22,7 @@ CHILD = Path(__file__).with_name("dp_child.py")
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_every_rank_holds_its_own_experts(tmp_path, kind):
+def test_every_rank_holds_its_own_experts(tmp_path, engine_room, kind):
     models = {which: family_model(kind, seed) for which, seed in (("A", 1), ("B", 2))}
     for which, model in models.items():
         save_checkpoint(model, tmp_path / which)
@@ -29,7 +30,7 @@ def test_every_rank_holds_its_own_experts(tmp_path, kind):
         "filesystem", session=f"file://{tmp_path / 'run'}", source=models["B"]
     ) as sender:
         sender.send(1)
-    warm, cold = start(tmp_path, "A"), start(tmp_path, "B")
+    warm, cold = start(tmp_path, "A", engine_room), start(tmp_path, "B", engine_room)
     for mine, other in zip(warm, cold, strict=True):
         assert not difference(mine["before"], other["before"]).equal
         found = difference(mine["after"], other["before"])
@@ -43,28 +44,16 @@ def difference(mine: str, other: str) -> Difference:
     return compare(Snapshot.decode(mine), Snapshot.decode(other))
 
 
-def start(directory: Path, which: str) -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def start(directory: Path, which: str, room: dict[str, str]) -> list[dict[str, str]]:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(CHILD), str(directory), which],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(CHILD.parent),  # workers import what runs in them
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_DP_SIZE": "2",
-                "VLLM_DP_RANK": str(rank),
-                "VLLM_DP_RANK_LOCAL": str(rank),
-                "VLLM_DP_MASTER_IP": "127.0.0.1",
-                "VLLM_DP_MASTER_PORT": str(port),
-            },
+            env={**room, **of_rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for of_rank in data_parallel(2)
     ]
     found = []
     try:

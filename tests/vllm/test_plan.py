@@ -10,26 +10,24 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from data_parallel import data_parallel
+
 from weightwire_vllm.families import family_model
 from weightwire_vllm.models import save_checkpoint
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(HERE),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-def run(*command, timeout=280):
-    return subprocess.run(
-        [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
-    )
 
 
 def plan(*arguments):
-    return run("-c", "from weightwire.cli.main import main; main()", "plan", *map(str, arguments))
+    main = "from weightwire.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", main, "plan", *map(str, arguments)],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +42,7 @@ def checkpoint(tmp_path_factory):
     return get
 
 
+EXPERTS = {"enable_expert_parallel": True}
 CASES = {
     "deepseek_v3 tp=2": ("deepseek_v3", "fsdp=3", "tp=2", {"tensor_parallel_size": 2}),
     "qwen3_moe tp=2 ep=2": (
@@ -54,14 +53,51 @@ CASES = {
     ),
     "qwen3-tied": ("qwen3-tied", "fsdp=2,dp=2", "tp=1", {}),
     "glm4_moe": ("glm4_moe", "fsdp=4,ep=4", "tp=1", {}),
+    "llama tp=2": ("llama", "fsdp=3,dp=2", "tp=2", {"tensor_parallel_size": 2}),
+    "mixtral tp=2": ("mixtral", "fsdp=2", "tp=2", {"tensor_parallel_size": 2}),
+    "deepseek_v3 tp=2 ep=2": (
+        "deepseek_v3",
+        "fsdp=4,ep=2",
+        "tp=2,ep=2",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "qwen3_moe dp=2 ep=2": ("qwen3_moe", "fsdp=4,ep=2", "dp=2,ep=2", EXPERTS),
+    "deepseek_v3 dp=2 ep=2": ("deepseek_v3", "fsdp=3", "dp=2,ep=2", EXPERTS),
+    "llama pp=2": ("llama", "fsdp=2", "pp=2", {"pipeline_parallel_size": 2}),
 }
 SLICE = ("qwen3_moe tp=2 ep=2",)
+
+
+def plans_of_an_engine(command, dp, environment):
+    """What each worker of a running engine plans; data-parallel ranks are a process each."""
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**environment, "VLLM_LOGGING_LEVEL": "ERROR", **of_rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for of_rank in data_parallel(dp)
+    ]
+    running = []
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for stdout, stderr in outputs:
+        lines = [line for line in stdout.splitlines() if line.startswith("PLANS ")]
+        assert lines, stderr[-3000:]
+        running += json.loads(lines[0].removeprefix("PLANS "))
+    return running
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in SLICE else pytest.mark.soak) for c in CASES]
 )
-def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, case):
+def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, engine_room, case):
     kind, trainer, inference, options = CASES[case]
     directory = checkpoint(kind)
     bare = tmp_path / "bare"  # the planner sees no weights
@@ -75,10 +111,10 @@ def test_plans_are_those_of_a_running_engine(checkpoint, tmp_path, case):
     assert planned.returncode == 0, planned.stderr[-3000:]
     result = json.loads(planned.stdout)
     assert result["unmatched"] == []
-    engine = run(str(HERE / "plan_child.py"), str(directory), trainer, "16384", json.dumps(options))
-    lines = [line for line in engine.stdout.splitlines() if line.startswith("PLANS ")]
-    assert lines, engine.stderr[-3000:]
-    running = json.loads(lines[0].removeprefix("PLANS "))
+    arguments = (directory, trainer, 16384, json.dumps(options), tmp_path)
+    command = [sys.executable, str(HERE / "plan_child.py"), *map(str, arguments)]
+    dp = 2 if "dp=2" in inference else 1
+    running = plans_of_an_engine(command, dp, engine_room)
     mine = [
         [rank["nbytes"], rank["descriptors"], rank["replayed"], rank["owners"]]
         for rank in result["ranks"]
@@ -112,7 +148,14 @@ BAD = {
     "rank out of range": (("--inference", "tp=2", "--ranks", "2"), "rank 2 is out of range"),
     "ep that spans no ranks": (("--inference", "tp=2,dp=2,ep=3"), "ep=3 isn't tp x dp = 4"),
     "ep that doesn't divide": (("--trainer", "fsdp=8,ep=3"), "ep=3 doesn't divide fsdp=8"),
-    "heads that don't divide": (("--inference", "tp=3"), "vLLM can't"),
+    "heads that don't divide": (
+        ("--inference", "tp=3"),
+        "so: Total number of attention heads (4) must be divisible by tensor parallel size (3)",
+    ),
+    "experts of a dense model": (
+        ("--inference", "tp=2,ep=2"),
+        "so: Number of experts in the model must be greater than 0",
+    ),
     "no such engine": (("--engine", "sglang"), "no planner for engine 'sglang'"),
     "no such dtype": (("--wire-dtype", "fp4"), "--wire-dtype fp4: use one of"),
 }

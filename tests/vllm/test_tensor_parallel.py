@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from weightwire_vllm.compare import Snapshot, compare
+
+CHILD = Path(__file__).with_name("tp_child.py")
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,10 @@ from weightwire_vllm.compare import Snapshot, compare
         ),
     ],
 )
-def test_two_workers_follow_and_recover(tmp_path, kind, cold):
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONPATH": str(here),  # workers import what runs in them
-    }
+def test_two_workers_follow_and_recover(tmp_path, engine_room, kind, cold):
     child = subprocess.run(
-        [sys.executable, str(here / "tp_child.py"), str(tmp_path), kind, cold],
-        env=environment,
+        [sys.executable, str(CHILD), str(tmp_path), kind, cold],
+        env=engine_room,
         capture_output=True,
         text=True,
         timeout=280,

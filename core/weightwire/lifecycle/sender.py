@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from weightwire.blocks import common_slices
 from weightwire.contract import Capabilities, Offer, Policy, Wait
 from weightwire.errors import (
     ConfigError,
@@ -252,12 +253,21 @@ class SenderMachine:
 
     # ---------------------------------------------------------------------- the pool
 
+    def column_slices(self, terms: Terms, wait: Wait) -> Steps[int]:
+        """In how many slices of columns those read who'd get an offer now; waits for enough."""
+        try:
+            roster = yield from self._roster(terms, wait)
+        except BaseException:
+            self.more = False
+            raise
+        return common_slices(member.record.column_slices for member in roster.values())
+
     def _goes_in_waves(self, offering: Offering) -> bool:
         """Stored versions are read when their readers choose; those take turns instead."""
         return self.capabilities.flow != "store" and offering.terms.max_unavailable is not None
 
     def _next_wave(self, offering: Offering) -> Steps[dict[str, Member]]:
-        roster = yield from self._roster(offering)
+        roster = yield from self._roster(offering.terms, offering.wait)
         if not self._goes_in_waves(offering):
             return roster
         pool = {name: replica_of(self.session, member) for name, member in roster.items()}
@@ -276,10 +286,9 @@ class SenderMachine:
             if _backend(member) == ours and (not self.offers_to or self.offers_to(name, member))
         }
 
-    def _roster(self, offering: Offering) -> Steps[dict[str, Member]]:
-        terms = offering.terms
+    def _roster(self, terms: Terms, wait: Wait) -> Steps[dict[str, Member]]:
         needs_live = self.capabilities.needs_live_receivers
-        waits = needs_live or offering.wait == "applied" or terms.max_version_lag is not None
+        waits = needs_live or wait == "applied" or terms.max_version_lag is not None
         minimum = terms.min_receivers if needs_live and not self.more else 0
         while True:
             alive = live_members(self.session, self.observer)

@@ -49,6 +49,7 @@ def claim(
     backend: str,
     lease_ttl: float,
     resume_from: int | None = None,
+    column_slices: int = 0,
 ) -> Steps[Member]:
     """Take the next incarnation of a name; rank 0 of a side only.
 
@@ -72,6 +73,7 @@ def claim(
             created=time.time(),
             nonce=secrets.token_hex(8),
             resume_from=resume_from,
+            column_slices=column_slices,
         )
         if session.create(keys.member(kind, taken + 1, "record"), record):
             for older in session.numbers(kind)[:-2]:
@@ -194,6 +196,7 @@ def enter(
     lease_ttl: float,
     look_around: Callable[[], None],
     resume_from: int | None = None,
+    column_slices: int = 0,
 ) -> tuple[Member, LeaseKeeper]:
     """Claim (rank 0) or join (other ranks) an incarnation, with its lease running.
 
@@ -211,6 +214,7 @@ def enter(
                 backend=backend,
                 lease_ttl=lease_ttl,
                 resume_from=resume_from,
+                column_slices=column_slices,
             ),
             watch,
         )

@@ -96,6 +96,7 @@ class MemberRecord(Record, frozen=True):
     Attributes:
         process: identity of the process on its host, see ``process.py``.
         resume_from: a sender's last version of earlier incarnations that stays readable.
+        column_slices: of a receiver's target (``WeightTarget.column_slices``).
     """
 
     member_id: Name
@@ -109,6 +110,7 @@ class MemberRecord(Record, frozen=True):
     created: float
     nonce: Name
     resume_from: Count | None = None
+    column_slices: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
 class Closed(Record, frozen=True):

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ValidationError
 
 from weightwire.conversion import ModuleViews
 from weightwire.errors import BackendUnavailable, ConfigError, TableMismatch
@@ -45,8 +46,6 @@ def plan_ranks(request: PlanRequest) -> Iterator[RankPlan]:
         raise ConfigError(
             f"{request.model} has no config.json: give a Hugging Face model's directory"
         )
-    table = model_table(request)
-    served = Served(table)
     inference = request.inference
     try:
         config = compat.planning_config(
@@ -58,6 +57,8 @@ def plan_ranks(request: PlanRequest) -> Iterator[RankPlan]:
         )
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"vLLM can't run {request.model} so: {_brief(error)}") from error
+    table = model_table(request, compat.column_slices(config))
+    served = Served(table)
     for rank in request.ranks:
         yield _plan_rank(rank, config, table, served)
 
@@ -90,8 +91,11 @@ def _traced(model: nn.Module, config: Any, table: TensorTable) -> tuple[LoadTrac
     return trace, (unused if ranks == 1 else []) + unfilled
 
 
-def model_table(request: PlanRequest) -> TensorTable:
+def model_table(request: PlanRequest, column_slices: int) -> TensorTable:
     """The table that a transformers trainer of the request's topology would publish.
+
+    Args:
+        column_slices: of the engine that reads it.
 
     Raises:
         ConfigError: transformers doesn't know the architecture.
@@ -114,6 +118,7 @@ def model_table(request: PlanRequest) -> TensorTable:
         request.trainer,
         request.group_bytes,
         is_expert=lambda name: ".experts." in name,
+        column_slices=column_slices,
     )
 
 
@@ -141,5 +146,8 @@ def _trainer_model(request: PlanRequest) -> nn.Module:
 
 
 def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    said = str(error)
+    if isinstance(error, ValidationError):  # without pydantic's account of the input
+        said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    text = " ".join(said.split())
     return text if len(text) < 500 else text[:500] + " ..."

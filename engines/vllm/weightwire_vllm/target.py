@@ -94,6 +94,10 @@ class VllmTarget(WeightTarget):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def column_slices(self) -> int:
+        return compat.column_slices(self._config)
+
     def plan(self, table: TensorTable) -> Sequence[Region]:
         """The parts of the table's tensors that this rank's own load uses.
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from weightwire_vllm.compat.bare import (
+    column_slices,
     model_of_rank,
     planning_config,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "absorbed_weights",
     "checkpoint_entries",
     "close_session",
+    "column_slices",
     "config_context",
     "drop_moe_kernels",
     "end_update",

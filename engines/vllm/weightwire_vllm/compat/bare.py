@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "column_slices",
     "model_of_rank",
     "planning_config",
 ]
@@ -41,6 +42,18 @@ def planning_config(model: Path, *, tp: int, pp: int, dp: int, expert_parallel: 
             enforce_eager=True,
             distributed_executor_backend="external_launcher",
         ).create_engine_config()
+
+
+def column_slices(vllm_config: Any) -> int:
+    """In how many slices of columns the engine's ranks read matrices.
+
+    Without expert parallelism, experts are sliced over the data-parallel ranks too.
+    """
+    parallel = vllm_config.parallel_config
+    slices = int(parallel.tensor_parallel_size)
+    if vllm_config.model_config.get_num_experts() and not parallel.enable_expert_parallel:
+        slices *= int(parallel.data_parallel_size)
+    return slices
 
 
 @contextmanager
