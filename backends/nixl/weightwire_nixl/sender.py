@@ -234,8 +234,10 @@ class NixlSender(SenderTransport):
         if self._live is not None:
             live, served = self._live_layouts[group].find(group, tensors)
             self._live.add(served)
-        if (self._device.type if live is None else live.device) == "cuda":
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensor in tensors.values()}:
+            if device.type == "cuda":
+                # NIXL works beside all streams: what this thread queued comes first.
+                torch.cuda.current_stream(device).synchronize()
         self._pool.seal(slot, group, self._generation)
         sealed = encode(seal)
         for reader in self._of_group(group):
