@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ def memory(device: torch.device) -> dict[str, int]:
     """Bytes: by the driver of this process (where it says so) and of the device, by torch."""
     if device.type != "cuda":
         return {}
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     found = {"device": total - free, "torch": torch.cuda.memory_reserved(device)}
     with contextlib.suppress(Exception):
@@ -148,8 +148,3 @@ class Sink(Role):
     def close(self) -> None:
         if hasattr(self, "receiver"):
             self.receiver.close()
-
-
-def in_memory(directory: Path) -> Path:
-    """Files that never touch a disk."""
-    return Path("/dev/shm") / directory.name  # noqa: S108 - the point of it
