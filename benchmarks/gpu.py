@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,13 @@ def kit(work: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------- vLLM
 
 
-def engines(device: str, kind: str, quantization: str | None, repeats: int, work: Path) -> Any:
+def engines(
+    device: str, found: dict[str, Any], repeats: int, work: Path, keep: Callable[[], None]
+) -> None:
     """A warm engine that follows a trainer, and a cold one that starts on what was sent."""
     from weightwire_vllm.compare import Snapshot, compare
 
-    found: dict[str, Any] = {"kind": kind, "quantization": quantization}
+    kind, quantization = found["kind"], found["quantization"]
     place = Path(SHM) / f"{work.name}-{kind}-{quantization}"
     roles = ("policy", "vllm", "vllm")
     try:
@@ -239,6 +242,7 @@ def engines(device: str, kind: str, quantization: str | None, repeats: int, work
             for name, options in parts.items():
                 with attempt(found, name):
                     found[name] = follow((trainer, warm), options, repeats, work)
+                keep()
             with attempt(found, "offloaded"):
                 trainer.ask("offload")
                 pinned = {"device": "cuda:0", "group_bytes": 512 << 20, "backend": rows}
@@ -247,6 +251,7 @@ def engines(device: str, kind: str, quantization: str | None, repeats: int, work
                 overlapped = follow((trainer, warm), both, repeats, work, trace="overlap")
                 ratio = overlapped["seconds"] / serial["seconds"]
                 found["offloaded"] = {"serial": serial, "overlap": overlapped, "ratio": ratio}
+            keep()
             # Everything that was sent last is B again.
             with attempt(found, "equality"):
                 follow((trainer, warm), {}, -1, work)
@@ -266,6 +271,7 @@ def engines(device: str, kind: str, quantization: str | None, repeats: int, work
                     "tokens_equal": warm.ask("generate") == found["cold_tokens"],
                     "tokens_were_others": tokens != found["cold_tokens"],
                 }
+            keep()
             with attempt(found, "ipc"):
                 found["handles"] = trainer.ask("handles", path=f"{place}/handles")
                 found["ipc"] = rates(
@@ -276,7 +282,6 @@ def engines(device: str, kind: str, quantization: str | None, repeats: int, work
                 found["reload"] = rates(times, found["nbytes"])
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return found
 
 
 def follow(
@@ -437,10 +442,10 @@ def main() -> None:
             result["vllm"] = []
             for name in options.kinds.split(","):
                 kind, _, quantization = name.partition(":")
-                kept = {"kind": kind, "quantization": quantization or None}
-                with attempt(kept, "failed"):
-                    kept = engines(device, kind, quantization or None, options.repeats, work)
+                kept = {"kind": kind, "quantization": quantization or None}  # filled as it goes
                 result["vllm"].append(kept)
+                with attempt(kept, "failed"):
+                    engines(device, kept, options.repeats, work, keep)
                 keep()
     show(result)
 

@@ -18,7 +18,7 @@ import torch
 from gpu_children import Role
 from gpu_models import State
 from gpu_policies import config, shapes
-from gpu_roles import TIMEOUT, memory, profiled
+from gpu_roles import TIMEOUT, memory, profiled, release
 
 import weightwire
 
@@ -82,6 +82,8 @@ class Policy(Role):
 
     def shut(self) -> None:
         self.sender.close()
+        del self.sender
+        release()
 
     def memory(self) -> dict[str, int]:
         return memory(self.device)
@@ -184,6 +186,7 @@ class Engine(Role):
     def shut(self) -> None:
         self.receiver.close()
         del self.receiver
+        release()
 
     def memory(self) -> dict[str, int]:
         return memory(self.device)

@@ -21,7 +21,7 @@ from weightwire.layout import lay_out
 __all__ = ["Scratch", "Stager"]
 
 _CPU = torch.device("cpu")
-_PINNED = 64 << 20  # bytes of a buffer between host and GPU: long enough for the bus's full speed
+_PINNED = 256 << 20  # bytes of a buffer between host and GPU: enough work for several threads
 
 Pairs = tuple[list[Tensor], list[Tensor]]
 
