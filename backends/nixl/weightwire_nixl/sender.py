@@ -91,7 +91,7 @@ class NixlSender(SenderTransport):
             nbytes = 0
         if self._agent is not None and nbytes <= self._pool.slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
-        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters)
+        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters, device=self._device)
         try:
             turns, spare = 2 if self._context.overlap else 1, self._config.max_retired_slots
             pool = SlotPool(agent, turns, spare, nbytes, self._device)
@@ -338,7 +338,7 @@ class NixlSender(SenderTransport):
             lambda: not missing(),
             f"credit for group {slot.group}",
             lambda: [reader.who for reader in missing()],
-            rest=naps(),
+            rest=naps(self._device),
         )
 
     def _replace(self, slot: Slot) -> Slot:

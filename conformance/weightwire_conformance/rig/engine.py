@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import weightwire
 
@@ -20,7 +21,7 @@ __all__: list[str] = []
 _SECONDS = 280.0
 """The trainer waits while two engines are built, which on a busy machine takes minutes."""
 
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "dtype": "bfloat16",
     # A GPU is shared with other scenarios' processes, whatever they take meanwhile.
     "gpu_memory_utilization": 0.1,
