@@ -68,6 +68,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how long to wait for any answer of a process (default: 60)",
     )
     group.addoption(
+        "--weightwire-device",
+        default="cpu",
+        metavar="DEVICE",
+        help="where trainers' tensors and engines' weights lie: cpu (the default), or cuda",
+    )
+    group.addoption(
         "--weightwire-jobs",
         type=int,
         default=0,

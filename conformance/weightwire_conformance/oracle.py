@@ -409,7 +409,7 @@ def arriving(leaf: Leaf, version: int, seed: int) -> Tensor:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 # ------------------------------------------------------------------ both sides' memory
@@ -421,9 +421,14 @@ def source(
     seed: int,
     into: dict[str, Tensor] | None,
     cuts: Cuts = whole,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """A trainer rank's tensors with a version in them; in ``into``'s memory when it is given."""
-    made = into if into is not None else _allocate(leaves, cuts)
+    if into is not None:
+        made = into
+    else:
+        with torch.device(device):
+            made = _allocate(leaves, cuts)
     with torch.no_grad():
         for leaf in leaves:
             if leaf.tied is None:
@@ -472,14 +477,15 @@ def _empty_piece(leaf: Leaf, cuts: Cuts, dtype: torch.dtype) -> Tensor:
     return torch.empty([side.stop - side.start for side in piece(leaf, cuts)], dtype=dtype)
 
 
-def target(leaves: Model, cuts: Cuts = whole) -> dict[str, Tensor]:
+def target(leaves: Model, cuts: Cuts = whole, device: str = "cpu") -> dict[str, Tensor]:
     """An inference rank's tensors, filled with what no version has: NaNs, and -1 in integers."""
     made: dict[str, Tensor] = {}
     for leaf in leaves:
         if leaf.tied is not None:
             made[leaf.name] = made[leaf.tied]
             continue
-        made[leaf.name] = _empty_piece(leaf, cuts, leaf.cast or leaf.dtype)
+        with torch.device(device):
+            made[leaf.name] = _empty_piece(leaf, cuts, leaf.cast or leaf.dtype)
         if made[leaf.name].numel():
             _raw_view(made[leaf.name]).fill_(1 if leaf.dtype == torch.bool else 255)
     return made

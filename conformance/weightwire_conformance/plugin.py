@@ -120,7 +120,10 @@ class ConformancePlugin:
 
     def _backend(self, name: str) -> Prepared:
         if self._pool is None:
-            self._pool = Pool(self._config.getoption("--weightwire-patience"))
+            self._pool = Pool(
+                self._config.getoption("--weightwire-patience"),
+                device=self._config.getoption("--weightwire-device"),
+            )
             bench = Bench(
                 self._pool,
                 expected=self._expected,

@@ -39,9 +39,17 @@ class SendPlan:
 
     Args:
         exchange: how tensors that are cut over several ranks come together first.
+        overlap: stage a group while the transport still sends the one before it.
     """
 
-    def __init__(self, table: TensorTable, rank: int, exchange: ExchangePlan | None = None) -> None:
+    def __init__(
+        self,
+        table: TensorTable,
+        rank: int,
+        exchange: ExchangePlan | None = None,
+        *,
+        overlap: bool = False,
+    ) -> None:
         self.table = table
         self._exchange = exchange
         self._groups: list[tuple[int, SlotLayout, tuple[Piece, ...]]] = []
@@ -65,7 +73,8 @@ class SendPlan:
             place.nbytes for _, layout, _ in self._groups for place in layout.places.values()
         )
         self._index = table.index()
-        self._scratch = Scratch()
+        self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
+        self._staged = 0  # groups, in memory of our own
         self._stager = Stager()
 
     def send(
@@ -101,7 +110,7 @@ class SendPlan:
                     on_device = tensors.device.type in capabilities.devices
                     device = tensors.device if on_device else _CPU
                     if slot is None:
-                        transport.settle()  # it may still send from the buffer's last content
+                        self._next_scratch(transport)
                     places, memory = self._memory(layout, list(layout.places), slot, device)
                     staged = self._stage_stream(group, layout, tensors, places, memory)
                 else:
@@ -110,6 +119,8 @@ class SendPlan:
                     if pieces:
                         whole = {i: staged[i] for i in assembled}
                         exchange.move(self.table, pieces, tensors, whole)
+                if slot is None and len(self._scratches) > 1:
+                    transport.settle()  # the next group may take the memory of the one before
             if not layout.places:
                 continue  # this rank only gave its shards to others
             with phases.timed("verify"):
@@ -155,7 +166,7 @@ class SendPlan:
             near = tensor.device if tensor.device.type in capabilities.devices else _CPU
             copies.setdefault(near, {})[i] = tensor
         if copies and slot is None:
-            transport.settle()  # it may still send from the buffers' last content
+            self._next_scratch(transport)
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
         for device, values in copies.items():
@@ -200,6 +211,12 @@ class SendPlan:
             )
         return {i: _as_staged(place, memory) for i, place in places.items()}
 
+    def _next_scratch(self, transport: SenderTransport) -> None:
+        """Stage into the buffer that nothing is sent from, or into the only one once it is free."""
+        self._staged += 1
+        if len(self._scratches) == 1:
+            transport.settle()
+
     def _step_through(self, group: int, stream: Stream) -> None:
         """Take part in a group of which this rank serves nothing."""
         for _ in stream.take(group, self._names(group)):
@@ -224,7 +241,9 @@ class SendPlan:
                 "a transport with column_blocks gave no slot: it must, for such tensors"
             )
         kept, size = lay_out([(place.dtype, place.shape) for place in places])
-        return dict(zip(indices, kept, strict=True)), self._scratch.take(size, device)
+        return dict(zip(indices, kept, strict=True)), self._scratches[
+            self._staged % len(self._scratches)
+        ].take(size, device)
 
     def _local(self, tensors: Mapping[str, Tensor], layout: SlotLayout, i: int) -> Tensor:
         """What this rank holds of a tensor, as far as it travels in the layout's group."""
@@ -274,7 +293,8 @@ class SendPlan:
 
     def release(self) -> None:
         """Give the staging memory back."""
-        self._scratch.release()
+        for scratch in self._scratches:
+            scratch.release()
         self._stager.release()
 
 

@@ -3,12 +3,13 @@
 Where a GPU takes part, copies run on a stream of their own: after what the caller's stream
 has queued so far (an optimizer step), beside what it queues next.  The host waits for these
 copies alone, by an event, never for the device.  Between host and GPU bytes go through
-pinned memory, already of the wire dtype.
+two pinned buffers of bounded size, already of the wire dtype: one crosses the bus while
+the CPU fills or empties the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from weightwire.layout import lay_out
 __all__ = ["Scratch", "Stager"]
 
 _CPU = torch.device("cpu")
+_PINNED = 256 << 20  # bytes of a buffer between host and GPU: enough work for several threads
+
+Pairs = tuple[list[Tensor], list[Tensor]]
 
 
 class Scratch:
@@ -60,7 +64,7 @@ class Stager:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pinned = Scratch()
+        self._pinned = (Scratch(), Scratch())
 
     def copy(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy, and cast to the destinations' dtypes; returns when the bytes are there.
@@ -94,9 +98,12 @@ class Stager:
 
     def release(self) -> None:
         """Give the pinned memory back."""
-        self._pinned.release()
+        for buffer in self._pinned:
+            buffer.release()
 
-    def _on_side_stream(self, gpu: torch.device, into: list[Tensor], of: list[Tensor]) -> Any:
+    def _on_side_stream(
+        self, gpu: torch.device, into: Sequence[Tensor], of: Sequence[Tensor]
+    ) -> Any:
         if gpu not in self._streams:
             self._streams[gpu] = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]  # torch
         stream = self._streams[gpu]
@@ -109,21 +116,81 @@ class Stager:
             event.record(stream)
         return event
 
-    def _bounce(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        places, nbytes = lay_out(zip(dtypes, shapes, strict=True))
-        buffer = self._pinned.take(nbytes)
-        return [place.view(buffer) for place in places]
-
     def _upload(self, gpu: torch.device, into: list[Tensor], of: list[Tensor]) -> None:
-        bounced = self._bounce(of, [tensor.dtype for tensor in into])
-        copy_all(bounced, of)  # the cast, on the CPU: fewer bytes cross the bus
-        self._on_side_stream(gpu, into, bounced).synchronize()  # before the buffer is reused
+        into, of = self._direct(gpu, into, of)
+        events: list[Any] = [None, None]
+        for turn, (targets, sources) in enumerate(_pieces(into, of, _PINNED)):
+            if events[turn % 2] is not None:
+                events[turn % 2].synchronize()  # before the buffer is reused
+            bounced = self._bounce(turn, targets)
+            copy_all(bounced, sources)  # the cast, on the CPU: fewer bytes cross the bus
+            events[turn % 2] = self._on_side_stream(gpu, targets, bounced)
+        for event in events:
+            if event is not None:
+                event.synchronize()
 
     def _download(self, gpu: torch.device, into: list[Tensor], of: list[Tensor]) -> None:
-        if all(tensor.is_pinned() and tensor.is_contiguous() for tensor in into):
-            self._on_side_stream(gpu, into, of).synchronize()
-            return
-        bounced = self._bounce(of, [tensor.dtype for tensor in into])
-        self._on_side_stream(gpu, bounced, of).synchronize()
-        copy_all(into, bounced)
+        into, of = self._direct(gpu, into, of)
+        last: tuple[Any, list[Tensor], list[Tensor]] | None = None
+        for turn, (targets, sources) in enumerate(_pieces(into, of, _PINNED)):
+            bounced = self._bounce(turn, targets)
+            event = self._on_side_stream(gpu, bounced, sources)  # the cast, on the GPU
+            self._land(last)  # meanwhile
+            last = event, targets, bounced
+        self._land(last)
+
+    def _land(self, last: tuple[Any, list[Tensor], list[Tensor]] | None) -> None:
+        if last is not None:
+            event, targets, bounced = last
+            event.synchronize()
+            copy_all(targets, bounced)
+
+    def _direct(self, gpu: torch.device, into: list[Tensor], of: list[Tensor]) -> Pairs:
+        """Copy what lies in pinned memory on the host's side; what is left goes through ours."""
+        rest: Pairs = ([], [])
+        straight: Pairs = ([], [])
+        for to, source in zip(into, of, strict=True):
+            uploads = to.device.type == "cuda"
+            here = source if uploads else to
+            # A GPU casts on its way out; on the way in torch would cast in pageable memory.
+            fits = here.is_contiguous() and (to.dtype == source.dtype or not uploads)
+            chosen = straight if fits and here.numel() and here.is_pinned() else rest
+            chosen[0].append(to)
+            chosen[1].append(source)
+        if straight[0]:
+            self._on_side_stream(gpu, *straight).synchronize()
+        return rest
+
+    def _bounce(self, turn: int, targets: Sequence[Tensor]) -> list[Tensor]:
+        places, nbytes = lay_out([(to.dtype, tuple(to.shape)) for to in targets])
+        buffer = self._pinned[turn % 2].take(max(nbytes, 1))
+        return [place.view(buffer) for place in places]
+
+
+def _pieces(into: Sequence[Tensor], of: Sequence[Tensor], most: int) -> Iterator[Pairs]:
+    """Pairs in batches of about ``most`` bytes at their destinations; long tensors are cut."""
+    batch: Pairs = ([], [])
+    nbytes = 0
+    for to, source in _cut(into, of, most):
+        if batch[0] and nbytes + to.nbytes > most:
+            yield batch
+            batch, nbytes = ([], []), 0
+        batch[0].append(to)
+        batch[1].append(source)
+        nbytes += to.nbytes
+    if batch[0]:
+        yield batch
+
+
+def _cut(
+    into: Sequence[Tensor], of: Sequence[Tensor], most: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for to, source in zip(into, of, strict=True):
+        if to.nbytes <= most:
+            yield to, source
+            continue
+        if to.is_contiguous() and source.is_contiguous():
+            to, source = to.view(-1), source.view(-1)
+        # By rows; one that is longer than the buffer makes the buffer longer.
+        rows = max(1, most * to.shape[0] // to.nbytes)
+        yield from zip(torch.split(to, rows), torch.split(source, rows), strict=True)

@@ -263,7 +263,7 @@ class MappingTarget(WeightTarget):
                         of.append(value)
         if into:
             self._written = True
-            copy_all(into, of)
+            _copy_across(into, of)
         if self._run is not None:
             self._written = True
             self._run.feed(
@@ -274,6 +274,8 @@ class MappingTarget(WeightTarget):
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+        if self.device.type != "cpu":  # in place is what whoever uses another stream sees, too
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def fingerprint(self, version: int) -> Fingerprint | None:
         if self._table is None:
@@ -377,6 +379,15 @@ def as_target(target: nn.Module | Mapping[str, Tensor] | WeightTarget) -> Weight
         f"target is a {type(target).__name__}: give an nn.Module, a mapping of names to tensors, "
         "or a WeightTarget"
     )
+
+
+def _copy_across(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    """Copy what arrived; what comes from host memory has left it when this returns."""
+    copy_all(into, of, non_blocking=True)
+    pairs = zip(into, of, strict=True)
+    crossed = {to.device for to, value in pairs if to.device != value.device}
+    for device in crossed:
+        torch.accelerator.current_stream(device if device.type != "cpu" else None).synchronize()
 
 
 def _places(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]]:

@@ -217,7 +217,8 @@ class TrainerRank:
         )
         exchange = ExchangePlan(table, specs, views) if whole else None
         self._exchanges = exchange is not None and exchange.needed
-        self._plan = SendPlan(table, self._options.rank, exchange)
+        overlap = self._options.overlap
+        self._plan = SendPlan(table, self._options.rank, exchange, overlap=overlap)
         digest = table.digest()
         if digest == self.table_digest:
             return

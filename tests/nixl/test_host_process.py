@@ -13,7 +13,7 @@ from weightwire.errors import BackendUnavailable, ConfigError
 from weightwire_nixl import agent as agents
 from weightwire_nixl import memory
 from weightwire_nixl.arena import Slots
-from weightwire_nixl.memory import available_nbytes, check_fits, in_expandable_segment
+from weightwire_nixl.memory import available_nbytes, check_fits
 
 CPU = torch.device("cpu")
 
@@ -146,15 +146,3 @@ def test_where_nothing_is_known_nothing_is_refused(monkeypatch, tmp_path):
     assert available_nbytes(CPU, tmp_path, tmp_path) is None
     monkeypatch.setattr(memory, "available_nbytes", lambda device: None)
     check_fits(1 << 60, CPU, "an arena")
-
-
-@pytest.mark.parametrize(
-    ("address", "expandable"), [(99, False), (100, True), (149, True), (150, False), (250, False)]
-)
-def test_memory_in_expandable_segments_is_recognised(address, expandable):
-    segments = [
-        {"address": 100, "total_size": 50, "is_expandable": True},
-        {"address": 200, "total_size": 100, "is_expandable": False},
-        {"address": 400, "total_size": 100},
-    ]
-    assert in_expandable_segment(address, segments) == expandable

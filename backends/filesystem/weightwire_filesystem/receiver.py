@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightwire.contract import Context, Offer, Policy, ReceiverTransport, Seal
@@ -20,7 +21,7 @@ from weightwire_filesystem.layout import Layout, plan_layout
 from weightwire_filesystem.memory import tensor_bytes
 from weightwire_filesystem.paths import versions_directory
 from weightwire_filesystem.reader import VersionReader
-from weightwire_filesystem.workers import Workers, shared
+from weightwire_filesystem.workers import Source, Workers, shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
 __all__ = ["FilesystemReceiver"]
 
 _ALONE_NBYTES = 1 << 20  # below this, waking the other threads costs more than it gains
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """The reads of one group: their jobs, their bytes, and who owns these."""
+
+    source: Source
+    nbytes: int
+    owners: tuple[int, ...]
 
 
 class FilesystemReceiver(ReceiverTransport):
@@ -59,6 +69,7 @@ class FilesystemReceiver(ReceiverTransport):
         self._rows: tuple[Rows, ...] = ()
         self._layouts: dict[int, Layout] = {}
         self._reader: VersionReader | None = None
+        self._reads: dict[int, _Reads] = {}
 
     def set_plan(self, table: TensorTable, regions: Sequence[Region]) -> None:
         self._rows = tuple(
@@ -87,11 +98,24 @@ class FilesystemReceiver(ReceiverTransport):
         with files.explained("can't open", path):
             self._reader = self._open(path, offer.policy, table)
 
+    def post(self, group: int, regions: Mapping[int, Tensor]) -> None:
+        """Let the other threads begin to read a group, while the one before it is written."""
+        if self._context.overlap:
+            self._reads[group] = reads = self._jobs(group, regions)
+            if reads.nbytes > _ALONE_NBYTES:
+                self._workers.start(reads.source)
+
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
-        table = self._planned()
-        reader = self._reader
-        if reader is None:
-            raise WeightWireError("begin() comes before fetch()")
+        posted = self._reads.pop(group, None)
+        reads = posted or self._jobs(group, regions)
+        if posted is not None:
+            self._workers.join(reads.source)
+        else:
+            self._workers.run(reads.source, alone=reads.nbytes <= _ALONE_NBYTES)
+        return [self._opened().seal(owner, group) for owner in reads.owners]
+
+    def _jobs(self, group: int, regions: Mapping[int, Tensor]) -> _Reads:
+        table, reader = self._planned(), self._opened()
         jobs = []
         total = 0
         owners: dict[int, None] = {}
@@ -108,9 +132,12 @@ class FilesystemReceiver(ReceiverTransport):
                 owners[reader.layout.owners[region.tensor]] = None
                 jobs.append(reader.jobs(region.tensor, group, rows, view))
                 total += len(view)
-        source = shared(job for some in jobs for job in some)
-        self._workers.run(source, alone=total <= _ALONE_NBYTES)
-        return [reader.seal(owner, group) for owner in owners]
+        return _Reads(shared(job for some in jobs for job in some), total, tuple(owners))
+
+    def _opened(self) -> VersionReader:
+        if self._reader is None:
+            raise WeightWireError("begin() comes before fetch()")
+        return self._reader
 
     def finish(self) -> None:
         self._close_reader()
@@ -129,6 +156,7 @@ class FilesystemReceiver(ReceiverTransport):
         return self._table
 
     def _close_reader(self) -> None:
+        self._reads = {}
         if self._reader is not None:
             self._reader.close()
             self._reader = None

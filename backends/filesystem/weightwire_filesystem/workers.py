@@ -40,7 +40,7 @@ class Workers:
         self._helpers = threads - 1
         self._watch = watch
         self._pool: ThreadPoolExecutor | None = None
-        self._running: set[Future[None]] = set()
+        self._running: dict[Source, set[Future[None]]] = {}
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -59,18 +59,18 @@ class Workers:
         self.join(source)
 
     def start(self, source: Source) -> None:
-        """Let the other threads begin with the jobs of ``source``."""
+        """Let the other threads begin with the jobs of ``source``, after those of earlier ones."""
         if self._pool is None and self._helpers:
             self._pool = ThreadPoolExecutor(self._helpers, "weightwire-filesystem")
-        self._running = {future for future in self._running if not future.done()}
-        while self._pool is not None and len(self._running) < self._helpers:
-            self._running.add(self._pool.submit(self._work, source))
+        running = {future for future in self._running.get(source, ()) if not future.done()}
+        while self._pool is not None and len(running) < self._helpers:
+            running.add(self._pool.submit(self._work, source))
+        self._running[source] = running
 
     def join(self, source: Source) -> None:
         """Take part until ``source`` is empty, and wait for the jobs of the others."""
         self._work(source)
-        wait(self._running)
-        self._running.clear()
+        wait(self._running.pop(source, ()))
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
@@ -80,7 +80,8 @@ class Workers:
         """Start no further job, and forget what the running ones raise."""
         with self._lock:
             self._error = self._error or error
-        wait(self._running)
+        for running in self._running.values():
+            wait(running)
         self._running.clear()
         with self._lock:
             self._error = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weightwire.devicememory import allocate
 from weightwire.errors import ConfigError, TransferError
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.memory import check_fits, check_shareable
@@ -53,7 +54,12 @@ class Slots:
         total = count * self.slot_nbytes
         check_fits(total, device, f"an arena of {count} slots")
         try:
-            self._memory = torch.empty(total, dtype=torch.uint8, device=device)
+            # On a GPU from the driver itself: torch's settings may give what can't be shared.
+            self._memory = (
+                allocate(total, device)
+                if device.type == "cuda"
+                else torch.empty(total, dtype=torch.uint8, device=device)
+            )
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"{count} slots of {self.slot_nbytes} bytes on {device} can't be allocated: lower "

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from weightwire import hostmemory
+from weightwire.devicememory import is_shareable
 from weightwire.errors import ConfigError
 from weightwire.hostmemory import CGROUPS, PROC
 
-__all__ = ["available_nbytes", "check_fits", "check_shareable", "in_expandable_segment"]
+__all__ = ["available_nbytes", "check_fits", "check_shareable"]
 
 
 def check_fits(nbytes: int, device: torch.device, what: str) -> None:
@@ -46,27 +45,12 @@ def check_shareable(address: int, device: torch.device, what: str) -> None:
     UCX then copies it in software, over TCP, at a thousandth of the speed, and says nothing.
 
     Raises:
-        ConfigError: it lies in an expandable segment of torch's allocator.
+        ConfigError: it isn't memory of ``cudaMalloc``.
     """
-    if device.type != "cuda":
-        return
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    if in_expandable_segment(address, segments):
+    if device.type == "cuda" and not is_shareable(address, device):
         raise ConfigError(
-            f"{what} on {device} lies in an expandable segment, which other processes can't map "
-            "by CUDA IPC: unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or "
-            "PYTORCH_ALLOC_CONF)"
+            f"{what} on {device} lies in virtual memory (an expandable segment of torch's "
+            "allocator, or a pool such as vLLM's sleep mode), which other processes can't map by "
+            "CUDA IPC: unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or "
+            "PYTORCH_ALLOC_CONF), or use zero_copy=False"
         )
-
-
-def in_expandable_segment(address: int, segments: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an address lies in one.
-
-    Args:
-        segments: of ``torch.cuda.memory_snapshot()``.
-    """
-    return any(
-        segment.get("is_expandable", False)
-        and segment["address"] <= address < segment["address"] + segment["total_size"]
-        for segment in segments
-    )

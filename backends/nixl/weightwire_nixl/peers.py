@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from weightwire.contract import Context
 from weightwire.errors import ConfigError, PeerLost
 from weightwire.session import process
@@ -13,21 +15,27 @@ from weightwire_nixl.wire import ReaderInfo, SenderInfo
 __all__ = ["check_alike", "naps"]
 
 _LEAST_PAUSE = 0.0001
+_LEAST_BESIDE_GPU = 0.00002
+"""Where a GPU moves the bytes, its time is what is waited for, and no peer needs the core."""
 _SHARE = 50
 
 
-def naps() -> Callable[[float], None]:
+def naps(device: torch.device) -> Callable[[float], None]:
     """How ``Watch.until`` rests between two looks while bytes move: its ``rest``.
 
     Pauses are a fiftieth of the wait so far: what takes milliseconds is noticed within
     tenths of one, and a long wait costs next to nothing.  It always sleeps, because the
     peer may need the core.
+
+    Args:
+        device: of this rank's slots.
     """
+    least = _LEAST_BESIDE_GPU if device.type == "cuda" else _LEAST_PAUSE
     began = time.monotonic()
 
     def rest(most: float) -> None:
         waited = time.monotonic() - began
-        time.sleep(min(most, max(_LEAST_PAUSE, waited / _SHARE)))
+        time.sleep(min(most, max(least, waited / _SHARE)))
 
     return rest
 

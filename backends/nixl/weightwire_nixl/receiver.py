@@ -110,7 +110,12 @@ class NixlReceiver(ReceiverTransport):
                 f"{self._config.max_retired_slots}): restart this process"
             )
         rank = self._context.rank
-        agent = Agent(f"{self._context.member_id}-{rank}", self._fabric.options, self.counters)
+        agent = Agent(
+            f"{self._context.member_id}-{rank}",
+            self._fabric.options,
+            self.counters,
+            device=self._device,
+        )
         try:
             nbytes = max((plan.nbytes for plan in self._plans.values()), default=0)
             slots = Slots(agent, self._slot_count, nbytes, self._device)
@@ -257,7 +262,7 @@ class NixlReceiver(ReceiverTransport):
             lambda: self._landed(flight),
             f"announcement or bytes of group {group}",
             lambda: [part.owner.who for part in flight.parts if not part.landed],
-            rest=naps(),
+            rest=naps(self._device),
         )
         with self._moving:
             del self._flights[group]

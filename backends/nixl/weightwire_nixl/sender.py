@@ -91,7 +91,7 @@ class NixlSender(SenderTransport):
             nbytes = 0
         if self._agent is not None and nbytes <= self._pool.slots.slot_nbytes:
             return  # peers keep what they prepared for these slots
-        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters)
+        agent = Agent(f"sender-{rank}", self._fabric.options, self.counters, device=self._device)
         try:
             turns, spare = 2 if self._context.overlap else 1, self._config.max_retired_slots
             pool = SlotPool(agent, turns, spare, nbytes, self._device)
@@ -234,8 +234,10 @@ class NixlSender(SenderTransport):
         if self._live is not None:
             live, served = self._live_layouts[group].find(group, tensors)
             self._live.add(served)
-        if (self._device.type if live is None else live.device) == "cuda":
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensor in tensors.values()}:
+            if device.type == "cuda":
+                # NIXL works beside all streams: what this thread queued comes first.
+                torch.cuda.current_stream(device).synchronize()
         self._pool.seal(slot, group, self._generation)
         sealed = encode(seal)
         for reader in self._of_group(group):
@@ -336,7 +338,7 @@ class NixlSender(SenderTransport):
             lambda: not missing(),
             f"credit for group {slot.group}",
             lambda: [reader.who for reader in missing()],
-            rest=naps(),
+            rest=naps(self._device),
         )
 
     def _replace(self, slot: Slot) -> Slot:

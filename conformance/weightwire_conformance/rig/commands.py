@@ -217,6 +217,7 @@ class Commands:
         model: str,
         sizes: Mapping[str, Any],
         seed: int,
+        memory: str = "cpu",
         placement: str | None = None,
         rendezvous: str = "",
         **options: Any,
@@ -224,6 +225,7 @@ class Commands:
         """Open this rank's sender.
 
         Args:
+            memory: device on which its tensors lie.
             placement: how the ranks' tensors are cut over them; None: all hold all.
             rendezvous: where the ranks of such a trainer meet.
         """
@@ -234,7 +236,7 @@ class Commands:
         if placed:
             self._leavings.spare_ports()
         cuts = placed.cuts(leaves) if placed else oracle.whole
-        tensors = oracle.source(leaves, 0, seed, None, cuts)
+        tensors = oracle.source(leaves, 0, seed, None, cuts, memory)
         given = placed.place(leaves, tensors) if placed else tensors
         handle = weightwire.open_sender(
             backend,
@@ -253,6 +255,7 @@ class Commands:
         sizes: Mapping[str, Any],
         seed: int,
         receiver_id: str,
+        memory: str = "cpu",
         staged: bool = False,
         holds: str | None = None,
         **options: Any,
@@ -260,13 +263,14 @@ class Commands:
         """Open this rank's receiver.
 
         Args:
+            memory: device on which its weights lie.
             staged: nothing lands in place.
             holds: which part of each tensor a rank holds: ``rows`` or ``columns``; None: all.
         """
         self._instrument(backend)
         leaves = oracle.model(model, sizes)
         cuts = part(holds, options["rank"], options["world_size"])
-        tensors = oracle.target(leaves, cuts)
+        tensors = oracle.target(leaves, cuts, memory)
         inner: WeightTarget = MappingTarget(tensors)
         if holds:
             pieces = {leaf.name: oracle.piece(leaf, cuts) for leaf in leaves}
@@ -308,7 +312,8 @@ class Commands:
     def do_move_tensors(self) -> None:
         """New memory for every tensor, as an optimizer that offloads would give."""
         member = self._member
-        moved = oracle.source(member.model, 0, member.seed, None)
+        device = str(next(iter(member.tensors.values())).device)
+        moved = oracle.source(member.model, 0, member.seed, None, device=device)
         for name, tensor in moved.items():
             member.tensors[name] = tensor
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import weightwire
 
@@ -19,6 +20,13 @@ __all__: list[str] = []
 
 _SECONDS = 280.0
 """The trainer waits while two engines are built, which on a busy machine takes minutes."""
+
+_SMALL: dict[str, Any] = {
+    "dtype": "bfloat16",
+    # A GPU is shared with other scenarios' processes, whatever they take meanwhile.
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 256 << 20,
+}
 
 
 def main(session: str, backend: dict[str, object]) -> None:
@@ -43,10 +51,10 @@ def _follow(session: str, backend: dict[str, object], trainer: subprocess.Popen[
     with tempfile.TemporaryDirectory() as directory, comparable_engines():
         for name, seed in (("a", 1), ("b", 2)):
             save_checkpoint(tiny_model("qwen3_moe", seed), Path(directory) / name)
-        llm = inprocess.build_engine(Path(directory) / "b", dtype="bfloat16")
+        llm = inprocess.build_engine(Path(directory) / "b", **_SMALL)
         cold = inprocess.on_model(llm, snapshot)
         inprocess.stop_engine(llm)
-        llm = inprocess.build_engine(Path(directory) / "a", dtype="bfloat16")
+        llm = inprocess.build_engine(Path(directory) / "a", **_SMALL)
         before = compare(inprocess.on_model(llm, snapshot), cold)
         target = VllmTarget(inprocess.on_model(llm, lambda m: m), inprocess.vllm_config(llm))
         with weightwire.open_receiver(

@@ -18,6 +18,8 @@ from typing import Any
 __all__ = ["Leavings", "shared_files", "usage"]
 
 _SHM = "/dev/shm/"  # noqa: S108 - looked at, not written to
+_DRIVER = f"{_SHM}cuda.shm."
+"""What CUDA's driver keeps of processes that share memory, and removes itself."""
 _LISTENING = "0A"
 _SETTLE_SECONDS = 5.0  # spent only where something is left
 _LOOKS = 5
@@ -65,7 +67,7 @@ class Leavings:
         return {
             path
             for path in found
-            if path.startswith(self._watched) and not path.startswith(f"{ours}/")
+            if path.startswith(self._watched) and not path.startswith((f"{ours}/", _DRIVER))
         }
 
     def problems(self) -> list[str]:
@@ -106,7 +108,7 @@ class Leavings:
         return [
             f"descriptor {number} is still open on {path}"
             for number, path in _descriptors().items()
-            if path.startswith((_SHM, scenario))
+            if path.startswith((_SHM, scenario)) and not path.startswith(_DRIVER)
         ]
 
 
@@ -155,7 +157,9 @@ def shared_files(process: int | str = "self") -> set[str]:
         with Path(f"/proc/{process}/maps").open() as maps:
             for line in maps:
                 fields = line.rstrip("\n").split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(_SHM):
+                if len(fields) < 6 or fields[5].startswith(_DRIVER):
+                    continue
+                if fields[5].startswith(_SHM):
                     found.add(fields[5].removesuffix(" (deleted)"))
     except OSError:
         pass  # it is gone

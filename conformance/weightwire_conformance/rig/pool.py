@@ -33,15 +33,20 @@ class Pool:
     Args:
         patience: seconds to wait for any answer of a worker.
         environment: added to the workers' environment.
+        device: on which trainers' tensors and engines' weights lie.
 
     Attributes:
         environment: what was added; whatever else a scenario starts needs it, too.
     """
 
     def __init__(
-        self, patience: float = 60.0, environment: Mapping[str, str] | None = None
+        self,
+        patience: float = 60.0,
+        environment: Mapping[str, str] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.patience = patience
+        self.device = device
         self.directory = Path(tempfile.mkdtemp(prefix="weightwire-conformance-"))
         self._address = str(self.directory / "workers")
         if len(os.fsencode(self._address)) > _MOST_ADDRESS:

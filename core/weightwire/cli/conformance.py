@@ -61,6 +61,10 @@ def conformance(
     patience: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for any answer.", min=1)
     ] = 60.0,
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="Where tensors lie: cpu, or cuda for one GPU."),
+    ] = "cpu",
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", metavar="N", min=1, help="Scenarios at once.")
     ] = None,
@@ -102,6 +106,7 @@ def conformance(
         if wanted
     ]
     arguments.append(f"--weightwire-patience={patience}")
+    arguments.append(f"--weightwire-device={device}")
     if jobs is not None:
         arguments.append(f"--weightwire-jobs={jobs}")
     if select:

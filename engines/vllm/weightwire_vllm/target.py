@@ -264,9 +264,9 @@ class VllmTarget(WeightTarget):
                 self._spare.setdefault(memory.nbytes(), []).append(memory)
 
     def _synchronize(self) -> None:
-        # torch.accelerator.synchronize raises where there is no accelerator.
+        """Wait for what this thread has queued, and not for transfers beside it."""
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+            torch.accelerator.current_stream(self._device).synchronize()
 
 
 def _extent_nbytes(like: Tensor) -> int:
