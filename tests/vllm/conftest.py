@@ -28,6 +28,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
@@ -189,7 +191,6 @@ def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
     from weightwire_vllm.models import save_checkpoint
     from weightwire_vllm.target import VllmTarget
 
-    sys.path.insert(0, str(Path(__file__).parent))
     from kinds import SEEDS, make
 
     current: dict[tuple[str, bool], Lab] = {}
