@@ -186,12 +186,12 @@ def observe(llm: Any, *, packed: bool) -> Cold:
 
 @pytest.fixture(scope="session")
 def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Lab]]:
+    from kinds import SEEDS, make
+
     from weightwire_vllm.compare import comparable_engines
     from weightwire_vllm.inprocess import build_engine, on_model, stop_engine, vllm_config
     from weightwire_vllm.models import save_checkpoint
     from weightwire_vllm.target import VllmTarget
-
-    from kinds import SEEDS, make
 
     current: dict[tuple[str, bool], Lab] = {}
 
