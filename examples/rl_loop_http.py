@@ -76,6 +76,7 @@ def start_server(checkpoint: Path, log: Path) -> tuple[str, subprocess.Popen[byt
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     options = ["--model", str(checkpoint), "--served-model-name", "policy", "--max-model-len", "64"]
     where = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    tokens = ["--enable-scale-out"]  # /inference/v1/generate: tokens in, tokens out
     transfer = ["--weight-transfer-config", '{"backend": "weightwire"}']
     environment = {
         **os.environ,
@@ -86,7 +87,7 @@ def start_server(checkpoint: Path, log: Path) -> tuple[str, subprocess.Popen[byt
     }
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [*command, *options, *where, *transfer],
+            [*command, *options, *where, *tokens, *transfer],
             env=environment,
             stdout=output,
             stderr=output,

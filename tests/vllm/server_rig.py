@@ -60,6 +60,7 @@ class Server:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(path), "--served-model-name", "tiny", "--port", str(self.port)),
             *("--host", "127.0.0.1", "--max-model-len", "128", "--enforce-eager"),
+            "--enable-scale-out",  # tokens in, tokens out, with their versions
             *("--weight-transfer-config", '{"backend": "weightwire"}', *options),
             *(("--api-key", key) if key else ()),
         ]

@@ -81,7 +81,7 @@ def test_a_pool_of_two_gets_versions_under_load(servers, cold, session):
             load.goes_on(6)
         # Each token is named after the policy it was sampled from, in one request, too.
         for request in spans(load.answers):
-            assert [span["weight_version"] for span in request] in (
+            assert [span["version"] for span in request] in (
                 ["default"],
                 ["default", "1"],
                 ["1"],
