@@ -35,7 +35,7 @@ def main() -> None:
         ):
             actor.ready()
             for step in range(1, STEPS + 1):
-                prompts = [[random.randrange(2, 320) for _ in range(4)] for _ in range(BATCH)]  # noqa: S311
+                prompts = [[random.randrange(2, 320) for _ in range(4)] for _ in range(BATCH)]
                 completions = actor.generate(prompts, max_tokens=12, seed=step)
                 reward = policy.step(prompts, completions)  # one REINFORCE update
 

@@ -29,6 +29,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
@@ -205,13 +207,12 @@ def engine_room() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Lab]]:
+    from kinds import SEEDS, make
+
     from weightwire_vllm.compare import comparable_engines
     from weightwire_vllm.inprocess import build_engine, on_model, stop_engine, vllm_config
     from weightwire_vllm.models import save_checkpoint
     from weightwire_vllm.target import VllmTarget
-
-    sys.path.insert(0, str(Path(__file__).parent))
-    from kinds import SEEDS, make
 
     current: dict[tuple[str, bool], Lab] = {}
 

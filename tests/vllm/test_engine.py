@@ -113,3 +113,92 @@ def test_updates_need_a_session(lab):
             inprocess.update(lab.llm)
     with pytest.raises(ConfigError, match="receiver_id"):
         lab.llm.init_weight_transfer_engine({"init_info": {"session": "file:///tmp/x"}})
+
+
+def test_every_wrong_field_of_the_calls_is_named(lab, session):
+    init = lab.llm.init_weight_transfer_engine
+    with pytest.raises(ConfigError, match=r"init_info\.lease_ttl.*init_info\.colour"):
+        init({"init_info": {"session": session, "backend": "filesystem", "receiver_id": "r",
+                            "lease_ttl": -1, "colour": "red"}})  # fmt: skip
+    inprocess.attach(lab.llm, session=session, backend="filesystem", receiver_id="r")
+    try:
+        lab.llm.start_weight_update()
+        with pytest.raises(ConfigError, match=r"update_info\.version.*\n.*held before"):
+            lab.llm.update_weights({"update_info": {"version": "7"}})
+    finally:
+        inprocess.detach(lab.llm)
+
+
+def test_an_attached_engine_is_taken_over_only_when_asked(attached, session, tmp_path):
+    lab = attached
+    info = {"session": session, "backend": "filesystem", "receiver_id": "replica-0", "timeout": 20}
+    send(session, lab.models["B"], 1)
+    inprocess.update(lab.llm)
+    lab.llm.init_weight_transfer_engine({"init_info": {**info, "take_over": False}})
+    inprocess.update(lab.llm, version=1, timeout=0.5)  # it still knows what it holds
+    elsewhere = {**info, "session": f"file://{tmp_path / 'other'}", "take_over": False}
+    with pytest.raises(ConfigError, match="attached to session"):
+        lab.llm.init_weight_transfer_engine({"init_info": elsewhere})
+    send(session, lab.models["A"], 2)
+    inprocess.update(lab.llm)
+    lab.is_("A")
+
+
+class InProcessClient:
+    """What vLLM's trainers ask of a client, over an ``LLM``."""
+
+    def __init__(self, llm):
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info):
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self):
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info):
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version=None):
+        self.llm.finish_weight_update(weight_version)
+
+
+@pytest.mark.parametrize("inner", ["filesystem", "memory"])
+def test_a_trainer_of_vllms_own_api_switches_by_a_name(lab, session, inner):
+    transfer = pytest.importorskip("vllm.distributed.weight_transfer")
+    if not hasattr(transfer, "WeightTransferTrainerFactory"):
+        pytest.skip("this vLLM has no trainer engines")
+    from weightwire.sources import ModuleSource
+    from weightwire_vllm.sources import to_vllm
+    from weightwire_vllm.trainer import TrainerInfo
+
+    info = TrainerInfo(session=session, inner=inner, timeout=30, rank=0)
+    source = transfer.ModuleSource(lab.models["B"])
+    client = InProcessClient(lab.llm)
+    trainer = transfer.WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    try:
+        trainer.send_weights()
+        lab.is_("B")
+        assert lab.llm.get_weight_version() == "1"
+        assert trainer.report.version == 1
+    finally:
+        trainer.shutdown()
+        inprocess.detach(lab.llm)
+    # A stream of full tensors, as any other source of vLLM's is one.
+    full = to_vllm(ModuleSource(lab.models["A"]))
+    assert [meta.name for meta in full.metadata()] == [name for name, _ in full]
+    info = TrainerInfo(session=session, inner=inner, timeout=30, rank=0, first_version=5)
+    trainer = transfer.WeightTransferTrainerFactory.trainer_init(info, client=client, source=full)
+    try:
+        trainer.send_weights()
+        lab.is_("A")
+        assert lab.llm.get_weight_version() == "5"
+        lab.llm.start_weight_update()  # somebody else's: the round fails on both sides, at once
+        with pytest.raises(TransferError, match="already"):
+            trainer.send_weights()
+        lab.is_("A")
+    finally:
+        with pytest.raises(HandleError):
+            lab.llm.finish_weight_update()
+        trainer.shutdown()
+        inprocess.detach(lab.llm)

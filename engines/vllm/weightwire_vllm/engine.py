@@ -23,18 +23,15 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import weightwire
-from weightwire.errors import ConfigError, HandleError, UnsupportedOperation
+from weightwire.errors import ConfigError, HandleError, UnsupportedOperation, WeightWireError
+from weightwire.session.urls import shown
 from weightwire_vllm import compat
-from weightwire_vllm.compat import (
-    TransferEngine,
-    TransferInitInfo,
-    TransferUpdateInfo,
-    replica_layout,
-)
+from weightwire_vllm.compat import TransferEngine, replica_layout
+from weightwire_vllm.info import InitInfo, UpdateInfo, parse
+from weightwire_vllm.outcome import told
 from weightwire_vllm.target import VllmTarget
 
 if TYPE_CHECKING:
@@ -45,45 +42,9 @@ if TYPE_CHECKING:
 
     from weightwire import WeightReceiver
 
-__all__ = ["InitInfo", "UpdateInfo", "WeightWireEngine"]
+__all__ = ["WeightWireEngine"]
 
 _log = logging.getLogger("weightwire.vllm")
-
-
-@dataclass
-class InitInfo(TransferInitInfo):  # type: ignore[misc]  # vLLM is Any here
-    """``init_info`` of ``init_weight_transfer_engine``.
-
-    The session's token isn't part of it: it is read from ``WEIGHTWIRE_TOKEN``.
-
-    Attributes:
-        session: URL of the session.
-        backend: name of the backend, or a mapping with its options.
-        receiver_id: id of this replica; data-parallel replicas of one engine
-            get ``-dp<index>`` behind it.
-        timeout: seconds for an update, from waiting for an offer to commit,
-            unless the update says otherwise; None: the receiver's default.
-    """
-
-    session: str
-    backend: str | dict[str, Any]
-    receiver_id: str
-    timeout: float | None = None
-
-
-@dataclass
-class UpdateInfo(TransferUpdateInfo):  # type: ignore[misc]  # vLLM is Any here
-    """``update_info`` of ``update_weights``.
-
-    Attributes:
-        version: the version to wait for, or None for the newest offer.  A
-            version that is already applied is answered, not fetched again; a
-            newer offer than the expected one is taken.
-        timeout: seconds, instead of ``init_info``'s.
-    """
-
-    version: int | None = None
-    timeout: float | None = None
 
 
 class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # as above
@@ -99,21 +60,33 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         super().__init__(config, vllm_config, device, model)
         self._target = VllmTarget(model, vllm_config)
         self._receiver: WeightReceiver | None = None
-        self._timeout: float | None = None
+        self._attached: InitInfo | None = None
+        self._mixed = False  # outlives a receiver: the next one knows nothing of it
         self._fetched = False
         self._is_answered = False  # the version that was asked for was there already
         self._speaks = replica_layout(vllm_config).speaks
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
-        """As the base class, but ``init_transfer_engine`` raises what is wrong."""
+        """Validated; ``init_transfer_engine`` raises what is wrong, with one voice."""
         try:
-            info: InitInfo = super().parse_init_info(init_dict)
-        except ValueError as error:
-            return ConfigError(str(error))
-        return info
+            return parse(InitInfo, "init_info", init_dict)
+        except ConfigError as error:
+            return error
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        """Validated.
+
+        Raises:
+            ConfigError: a field is unknown or wrong.
+        """
+        return parse(UpdateInfo, "update_info", update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo | Exception) -> None:
-        """Open the receiver; a second call leaves the first session."""
+        """Open the receiver.
+
+        Asked again for what it is attached to, it stays as it is; for another session or
+        id it leaves the first, unless ``take_over=False`` forbids that.
+        """
         with self._one_voice():
             if isinstance(init_info, Exception):
                 raise init_info
@@ -122,8 +95,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
     def _open(self, init_info: InitInfo) -> None:
         if self._fetched:
             raise HandleError("init during an update: finish it first")
-        if not isinstance(init_info.receiver_id, str) or not init_info.receiver_id:
-            raise ConfigError("init_info needs receiver_id: a name for this replica")
+        asked = init_info.model_copy(update={"take_over": True})
+        if self._attached == asked and self._still_attached():
+            return
+        self._refuse_other(init_info)
         self.shutdown()
         layout = replica_layout(self.vllm_config)
         self._receiver = weightwire.open_receiver(
@@ -133,8 +108,29 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             receiver_id=init_info.receiver_id + layout.suffix,
             rank=layout.rank,
             world_size=layout.world_size,
+            **init_info.receiver_options(),
         )
-        self._timeout = init_info.timeout
+        self._attached = asked
+
+    def _still_attached(self) -> bool:
+        """Whether the receiver is in the session, after joining one that was made anew."""
+        try:
+            self._require().poll()
+        except WeightWireError as error:
+            _log.warning("attached anew: %s", error)
+            return False
+        return True
+
+    def _refuse_other(self, wanted: InitInfo) -> None:
+        now = self._attached
+        if now is None or wanted.take_over:
+            return
+        if (now.session, now.receiver_id) != (wanted.session, wanted.receiver_id):
+            raise ConfigError(
+                f"the engine is attached to session {shown(now.session)} as "
+                f"{now.receiver_id!r} already: stop whoever drives it there, or take it over "
+                "(take_over=True)"
+            )
 
     def start_weight_update(self) -> None:
         """Nothing: the engine may serve until ``update_weights``, which also refuses.
@@ -151,8 +147,15 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         Raises:
             WeightWireError: on the last worker; the kernel tensors are back on all.
         """
+        self.fetch(update_info)
+
+    def fetch(self, update_info: dict[str, Any]) -> bool:
+        """``update_weights``; False if it failed, on the workers that don't raise it."""
+        has_arrived = False
         with self._one_voice():
             self.receive_weights(self.parse_update_info(update_info))
+            has_arrived = True
+        return has_arrived  # noqa: RET504 - the context may keep an error to itself
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """As ``update_weights``, with parsed arguments."""
@@ -166,7 +169,9 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             self._is_answered = True
             return
         self._is_answered = False
-        timeout = self._timeout if update_info.timeout is None else update_info.timeout
+        timeout = update_info.timeout
+        if timeout is None and self._attached is not None:
+            timeout = self._attached.timeout
         receiver.begin(timeout=timeout, minimum=wanted or 0)
         receiver.fetch()
         self._fetched = True
@@ -183,6 +188,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
                 # Whatever happens, the next update starts afresh.
                 self._fetched = False
                 receiver.commit()
+                self._mixed = False
             elif not self._is_answered:
                 raise HandleError("no update to finish: update_weights failed or wasn't called")
             self._is_answered = False
@@ -202,6 +208,9 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
     def shutdown(self) -> None:
         """Leave the session; the engine keeps its weights."""
         receiver, self._receiver = self._receiver, None
+        self._attached = None
+        if self._fetched:
+            self._mixed = True
         self._fetched = False
         if receiver is not None:
             receiver.close()
@@ -218,8 +227,11 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             yield
         except Exception as error:
             compat.end_update(self)
+            if self._receiver is not None and self._receiver.tainted is not None:
+                self._mixed = True
+            error = told(error, mixed=self._mixed or self._fetched)
             if self._speaks:
-                raise
+                raise error from error.__cause__
             _log.error("%s: %s", type(error).__name__, error)
 
     def _require(self) -> WeightReceiver:

@@ -23,6 +23,9 @@ from weightwire_vllm.compat.checkpoint import (
     CheckpointEntry,
     checkpoint_entries,
 )
+from weightwire_vllm.compat.cores import (
+    guard_engine_cores,
+)
 from weightwire_vllm.compat.layers import (
     MoeKernel,
     Registries,
@@ -49,20 +52,24 @@ from weightwire_vllm.compat.workers import (
     close_session,
     config_context,
     end_update,
+    init_request,
     leave_session,
+    module_of,
     register_engine,
+    register_trainer,
     replica_layout,
+    update_request,
 )
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import (
+        TrainerInitInfo as TrainerInfoBase,
+    )
+    from vllm.distributed.weight_transfer.base import (
+        TrainerWeightTransferEngine as TrainerEngine,
+    )
+    from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine as TransferEngine,
-    )
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferInitInfo as TransferInitInfo,
-    )
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferUpdateInfo as TransferUpdateInfo,
     )
 
 __all__ = [
@@ -72,9 +79,9 @@ __all__ = [
     "MoeKernel",
     "Registries",
     "ReplicaLayout",
+    "TrainerEngine",
+    "TrainerInfoBase",
     "TransferEngine",
-    "TransferInitInfo",
-    "TransferUpdateInfo",
     "absorbed_weights",
     "checkpoint_entries",
     "close_session",
@@ -84,6 +91,8 @@ __all__ = [
     "end_update",
     "finish_attention",
     "give_moe_kernels",
+    "guard_engine_cores",
+    "init_request",
     "is_attention",
     "is_processed",
     "layer_info",
@@ -91,14 +100,17 @@ __all__ = [
     "load_time_tensors",
     "materialised",
     "model_of_rank",
+    "module_of",
     "planning_config",
     "post_process",
     "register_engine",
+    "register_trainer",
     "replica_layout",
     "set_packing",
     "stays_live",
     "take_moe_kernels",
     "unwrapped",
+    "update_request",
     "vllm_version",
 ]
 
@@ -106,9 +118,9 @@ CLAIMED = ("0.26", "0.32")
 """Release lines on which the package has run; on 0.26 with dense models only."""
 
 _BASES = {
+    "TrainerEngine": "TrainerWeightTransferEngine",
+    "TrainerInfoBase": "TrainerInitInfo",
     "TransferEngine": "WeightTransferEngine",
-    "TransferInitInfo": "WeightTransferInitInfo",
-    "TransferUpdateInfo": "WeightTransferUpdateInfo",
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,9 +19,13 @@ __all__ = [
     "close_session",
     "config_context",
     "end_update",
+    "init_request",
     "leave_session",
+    "module_of",
     "register_engine",
+    "register_trainer",
     "replica_layout",
+    "update_request",
 ]
 
 ENGINE_NAME = "weightwire"
@@ -65,6 +70,23 @@ def register_engine(module: str, name: str) -> None:
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, module, name)
 
 
+def register_trainer(module: str, name: str) -> None:
+    """Register our trainer engine; a second call changes nothing."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    if ENGINE_NAME not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(ENGINE_NAME, module, name)
+
+
+def module_of(source: Any) -> nn.Module | None:
+    """The module behind vLLM's own source over one, or None."""
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    # A subclass may yield anything.
+    module = source._module if type(source) is ModuleSource else None
+    return module if isinstance(module, nn.Module) else None
+
+
 def end_update(engine: Any) -> None:
     """Close the update session that the calling vLLM worker holds open.
 
@@ -104,3 +126,17 @@ def config_context(vllm_config: Any) -> Iterator[None]:
 
     with set_current_vllm_config(vllm_config), torch.no_grad():
         yield
+
+
+def init_request(info: dict[str, Any]) -> Any:
+    """What ``AsyncLLM.init_weight_transfer_engine`` takes."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
+
+
+def update_request(info: dict[str, Any]) -> Any:
+    """What ``AsyncLLM.update_weights`` takes."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=info)

@@ -1,0 +1,188 @@
+"""A vLLM API server, by its HTTP routes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import msgspec
+
+from weightwire.errors import (
+    AuthenticationError,
+    ConfigError,
+    PeerLost,
+    TransferError,
+    TransferTimeout,
+    UnsupportedOperation,
+)
+from weightwire_vllm.pool.engines import EngineControl, PauseMode
+
+__all__ = ["HttpEngine"]
+
+_MOST_BYTES = 1 << 20
+_RETRIES = 3
+_FIRST_PAUSE = 0.2
+
+
+class HttpEngine(EngineControl):
+    """One server.
+
+    Args:
+        url: such as ``http://host:8000``.
+        api_key: what ``--api-key`` of the server says, if anything.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        try:
+            parts = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError) as error:
+            raise ConfigError(
+                f"engine {url!r} is no URL ({error}): write http://host:port"
+            ) from None
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise ConfigError(f"engine {url!r} is no URL: write http://host:port")
+        if parts.userinfo:
+            raise ConfigError("an engine's URL may not hold a password: give its key by api_key")
+        self.name = str(parts).rstrip("/")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # A proxy of the environment has no business between a trainer and its engines.
+        self._client = httpx.AsyncClient(base_url=self.name, headers=headers, trust_env=False)
+
+    async def check(self, timeout: float) -> None:
+        await self._call("GET", "/health", timeout)
+        # The routes below aren't behind the key; whoever drives the engine should have it.
+        await self._call("GET", "/v1/models", timeout)
+        await self._call("GET", "/is_paused", timeout)
+
+    async def pause(self, mode: PauseMode, timeout: float) -> None:
+        await self._call("POST", f"/pause?mode={mode}&clear_cache=false", timeout, repeat=True)
+
+    async def resume(self, timeout: float) -> None:
+        await self._call("POST", "/resume", timeout, repeat=True)
+
+    async def attach(self, info: dict[str, Any], timeout: float) -> None:
+        path = "/init_weight_transfer_engine"
+        await self._call("POST", path, timeout, {"init_info": info}, repeat=True)
+
+    async def detach(self, timeout: float) -> None:
+        await self._call("POST", "/shutdown_weight_transfer_engine", timeout, repeat=True)
+
+    async def start(self, timeout: float) -> None:
+        await self._call("POST", "/start_weight_update", timeout)
+
+    async def update(self, info: dict[str, Any], timeout: float) -> None:
+        await self._call("POST", "/update_weights", timeout, {"update_info": info})
+
+    async def finish(self, timeout: float) -> None:
+        await self._call("POST", "/finish_weight_update", timeout)
+
+    async def name_version(self, version: str, timeout: float) -> str:
+        body = {"new_version": version}
+        await self._call("POST", "/update_weight_version", timeout, body, repeat=True)
+        said = await self._call("GET", "/weight_info", timeout)
+        return str(said.get("weight_version"))
+
+    async def reset_caches(self, timeout: float) -> None:
+        path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        said = await self._call("POST", path, timeout, repeat=True)
+        if said.get("success") is not True:
+            raise TransferError(f"{self.name} could not reset its prefix cache: {said}")
+        await self._call("POST", "/reset_mm_cache", timeout, repeat=True)
+        await self._call("POST", "/reset_encoder_cache", timeout, repeat=True)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        timeout: float,
+        body: dict[str, Any] | None = None,
+        *,
+        repeat: bool = False,
+    ) -> dict[str, Any]:
+        """One request; those that never left are made again, others only if ``repeat``.
+
+        Raises:
+            TransferTimeout, PeerLost, AuthenticationError, UnsupportedOperation,
+            TransferError: see ``EngineControl``.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                for again in range(_RETRIES):
+                    try:
+                        return await self._once(method, path, body)
+                    except httpx.TransportError as error:
+                        was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                        if again == _RETRIES - 1 or (was_sent and not repeat and method != "GET"):
+                            raise
+                    await asyncio.sleep(_FIRST_PAUSE * 2**again)
+        except TimeoutError:
+            raise TransferTimeout(
+                f"{self.name} didn't answer {_route(path)} within {timeout:.1f} s"
+            ) from None
+        except httpx.TransportError as error:
+            said = str(error) or type(error).__name__
+            raise PeerLost(
+                f"{self.name} can't be reached ({said}): start it, or mend the URL"
+            ) from (error)
+        raise AssertionError("unreachable")
+
+    async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        # Deadlines are the caller's: an update takes as long as it takes.
+        request = self._client.build_request(method, path, json=body, timeout=None)
+        answer = await self._client.send(request, stream=True)
+        try:
+            payload = b""
+            async for chunk in answer.aiter_bytes():
+                payload += chunk
+                if len(payload) > _MOST_BYTES:
+                    raise TransferError(f"{self.name} answers {_route(path)} with too many bytes")
+        finally:
+            await answer.aclose()
+        if answer.status_code >= 400:
+            raise self._refusal(answer.status_code, path, payload)
+        return _decoded(payload)
+
+    def _refusal(self, status: int, path: str, payload: bytes) -> Exception:
+        route, reason = _route(path), _reason(payload)
+        if status in (401, 403):
+            return AuthenticationError(
+                f"{self.name} answers {status} to {route}: give its key (api_key, --api-key-env)"
+            )
+        if status == 404:
+            return UnsupportedOperation(
+                f"{self.name} has no {route}: start the server with VLLM_SERVER_DEV_MODE=1"
+            )
+        if "Weight transfer not configured" in reason:
+            return UnsupportedOperation(
+                f"{self.name} has no weight transfer engine: start the server with "
+                """--weight-transfer-config '{"backend": "weightwire"}'"""
+            )
+        return TransferError(f"{self.name}: {route} failed: {reason or f'status {status}'}")
+
+
+def _route(path: str) -> str:
+    return path.partition("?")[0]
+
+
+def _decoded(payload: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(payload) if payload else {}
+    except msgspec.DecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _reason(payload: bytes) -> str:
+    """What vLLM says went wrong, from the shapes in which it says so."""
+    body = _decoded(payload)
+    error = body.get("error", body.get("detail", ""))
+    text = error.get("message", "") if isinstance(error, dict) else error
+    text = str(text or payload[:2000].decode(errors="replace"))
+    # Its executor wraps what a worker raised.
+    found = re.search(r"Worker failed with error '(.*)', please check", text, re.DOTALL)
+    return (found[1] if found else text).replace("\\n", "\n")

@@ -1,0 +1,191 @@
+"""One replica's way through an update: pause, update, verify, reset caches, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weightwire.deadline import Deadline
+from weightwire.errors import PeerLost, TransferError, TransferTimeout, WeightWireError
+from weightwire_vllm.outcome import is_whole
+from weightwire_vllm.pool.engines import EngineControl, PauseMode
+from weightwire_vllm.pool.sight import ReplicaSight, Sight
+
+__all__ = ["CachePolicy", "Replica", "ReplicaReport", "State"]
+
+CachePolicy = Literal["reset", "keep"]
+State = Literal["new", "serving", "updating", "out"]
+
+_CALL_SECONDS = 30.0
+"""For calls that move no weights, unless the deadline is nearer."""
+_POLL = 0.1
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """One replica's update.
+
+    Attributes:
+        version: what it serves now.
+        paused_seconds: from asking it to pause until it generates again.
+        seconds: by step: ``pause``, ``update``, ``verify``, ``caches``, ``resume``.
+    """
+
+    name: str
+    receiver_id: str
+    version: int
+    paused_seconds: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Replica:
+    """An engine in a pool.
+
+    Attributes:
+        state: ``new`` until it is attached; ``out`` after a failure: it is paused, and no
+            requests should be sent to it until an update succeeds.
+        version: what it was last seen to serve.
+        reason: why it is out.
+        whole: whether one that is out holds what it held before.
+    """
+
+    def __init__(
+        self, engine: EngineControl, receiver_id: str, sight: Sight, info: dict[str, Any]
+    ) -> None:
+        self.engine = engine
+        self.receiver_id = receiver_id
+        self.state: State = "new"
+        self.version: int | None = None
+        self.reason = ""
+        self.whole = False
+        self._sight = sight
+        self._info = {**info, "receiver_id": receiver_id}
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    async def look(self) -> ReplicaSight:
+        """What the session says of it."""
+        return await self._sight.look(self.receiver_id)
+
+    async def attach(self, deadline: Deadline) -> None:
+        """Check the engine, and open its receivers; it stays as it is if it has them."""
+        await self.engine.check(_brief(deadline))
+        await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        seen = await self.look()
+        self.version = seen.serving
+        if self.state == "new":
+            self.state = "serving"
+
+    async def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        # "wait" lasts as long as its longest request.
+        await self.engine.pause(mode, max(deadline.remaining(), 0.1))
+
+    async def restore(self, deadline: Deadline) -> bool:
+        """Let one that failed serve what it held before; False if it isn't whole."""
+        if not self.whole:
+            return False
+        await self.engine.resume(_brief(deadline))
+        self.state, self.reason = "serving", ""
+        return True
+
+    async def update(
+        self, minimum: int | None, mode: PauseMode, caches: CachePolicy, deadline: Deadline
+    ) -> ReplicaReport:
+        """Take what is on offer.
+
+        Args:
+            minimum: the version that has to come, or a later one; None for the newest.
+
+        Raises:
+            WeightWireError: the engine is paused and out; the message has its reason.
+        """
+        steps: dict[str, float] = {}
+        self.state, self.whole = "updating", False
+        began = time.perf_counter()
+        try:
+            with _timed(steps, "pause"):
+                await self.pause(mode, deadline)
+            with _timed(steps, "update"):
+                await self._bring(minimum, deadline)
+            with _timed(steps, "verify"):
+                version = await self._verified(minimum, deadline)
+            if caches == "reset":
+                with _timed(steps, "caches"):
+                    await self.engine.reset_caches(_brief(deadline))
+            with _timed(steps, "resume"):
+                await self.engine.resume(_brief(deadline))
+        except BaseException as error:
+            self.state, self.version = "out", None
+            self.reason = str(error) or type(error).__name__
+            self.whole = is_whole(self.reason)
+            raise
+        self.state, self.version, self.reason = "serving", version, ""
+        paused = time.perf_counter() - began
+        return ReplicaReport(self.name, self.receiver_id, version, paused, steps)
+
+    async def _bring(self, minimum: int | None, deadline: Deadline) -> None:
+        """vLLM's three calls.  Where one's answer is lost, the session knows what came of it."""
+        before = (await self.look()).holding
+        try:
+            await self._start(deadline)
+            left = max(deadline.remaining(), 0.1)
+            # A little less for the receiver, so that its own error arrives.
+            info = {"version": minimum, "timeout": max(left * 0.95 - 0.2, 0.1)}
+            await self.engine.update(info, left)
+            await self.engine.finish(max(deadline.remaining(), 0.1))
+        except (PeerLost, TransferTimeout) as error:
+            with contextlib.suppress(WeightWireError):
+                now = (await self.look()).holding
+                if now is not None and now != before and now.version >= (minimum or 0):
+                    return
+            raise error
+
+    async def _start(self, deadline: Deadline) -> None:
+        try:
+            await self.engine.start(_brief(deadline))
+        except TransferError as error:
+            if "already" not in str(error):
+                raise
+            # Whoever drove it before was lost in the middle of an update: end that one.
+            # What it had fetched is committed, or put back.
+            with contextlib.suppress(TransferError):
+                await self.engine.finish(max(deadline.remaining(), 0.1))
+            await self.engine.start(_brief(deadline))
+
+    async def _verified(self, minimum: int | None, deadline: Deadline) -> int:
+        """Which version all of its ranks hold, by their own word; tokens are named after it."""
+        seen = await self.look()
+        while seen.serving is None and not seen.tainted and not deadline.passed():
+            await asyncio.sleep(_POLL)
+            seen = await self.look()
+        version = seen.serving
+        if version is None or (minimum is not None and version < minimum):
+            raise TransferError(
+                f"{self.name} serves {'no version' if version is None else f'version {version}'} "
+                f"after an update: {seen.tainted or 'its ranks disagree'}"
+            )
+        said = await self.engine.name_version(str(version), _brief(deadline))
+        if said != str(version):
+            raise TransferError(
+                f"{self.name} names its tokens after version {said!r} and holds {version}: "
+                "is something else updating it?"
+            )
+        return version
+
+
+def _brief(deadline: Deadline) -> float:
+    return max(0.1, min(_CALL_SECONDS, deadline.remaining()))
+
+
+@contextlib.contextmanager
+def _timed(steps: dict[str, float], step: str) -> Any:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        steps[step] = time.perf_counter() - began
