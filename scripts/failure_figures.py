@@ -63,8 +63,8 @@ def _chaos(runs: dict[str, Any]) -> Iterator[str]:
 
 def _of_kind(run: dict[str, Any], kind: str) -> str:
     if kind not in run["faults"]:
-        return "–"
-    parts = [f"{run['faults'][kind]} ×"]
+        return ""
+    parts = [f"{run['faults'][kind]} times"]
     for title, times in (("noticed", "detection_seconds"), ("recovered", "recovery_seconds")):
         if kind in run[times]:
             found = run[times][kind]
