@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from redis_server import RedisServer
 
 from weightwire_conformance.chaos import FAULTS, ChaosReport
 
@@ -16,11 +17,15 @@ RunChaos = Callable[..., ChaosReport]
 
 RESULTS = Path(__file__).parents[2] / "results"
 BACKENDS = ("memory", "filesystem", "nccl", "nixl")
-NOT_EVERYWHERE = {"truncated-file", "full-disk", "cut-connections", "slow-connections"}
-NETWORK = ("cut-connections", "slow-connections")
+NOT_EVERYWHERE = {"truncated-file", "full-disk"}
+NETWORK = ("cut-connections", "slow-connections", "restart-session-server")
 
 
 LOCAL = tuple(fault.name for fault in FAULTS if fault.name not in NETWORK)
+
+
+def behind_a_proxy(server: RedisServer) -> dict[str, object]:
+    return {"session": server.url("chaos"), "restart_server": server.restart}
 
 
 def seed() -> int:
@@ -46,8 +51,12 @@ def test_a_few_faults(run_chaos: RunChaos, backend: str) -> None:
     assert report.versions == 4
 
 
-def test_connections_to_the_session_are_slow_and_cut(run_chaos: RunChaos, redis_url: str) -> None:
-    report = run_chaos("memory", seed(), versions=3, each=1, kinds=NETWORK, session=redis_url)
+def test_a_session_server_restarts_and_its_connections_are_slow_and_cut(
+    run_chaos: RunChaos, redis_server: RedisServer
+) -> None:
+    report = run_chaos(
+        "memory", seed(), versions=3, each=1, kinds=NETWORK, **behind_a_proxy(redis_server)
+    )
     assert report.ok, report.to_dict()
     assert set(report.faults) == set(NETWORK)
 
@@ -93,10 +102,10 @@ def test_three_hundred_versions_with_thirty_of_each_fault(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("backend", ["memory", "filesystem"])
 def test_a_session_server_behind_a_bad_network(
-    run_chaos: RunChaos, redis_url: str, backend: str
+    run_chaos: RunChaos, redis_server: RedisServer, backend: str
 ) -> None:
     """All faults, and its connections slow and cut."""
-    report = run_chaos(backend, seed(), versions=100, each=10, session=redis_url)
+    report = run_chaos(backend, seed(), versions=100, each=10, **behind_a_proxy(redis_server))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"chaos_{backend}_redis.json").write_text(json.dumps(report.to_dict(), indent=1))
     assert report.ok, report.to_dict()

@@ -426,3 +426,14 @@ def test_a_closed_session_says_so(tcp_server, open_session):
     session.close()
     with pytest.raises(SessionError, match="is closed: open it again"):
         session.read("a", Lease)
+
+
+def test_a_record_that_tcpstore_would_drop_is_refused(tcp_server, open_session):
+    session = open_session(f"{tcp_server}/large")
+    for act in (session.store.put, session.store.create):
+        with pytest.raises(
+            SessionError, match=r"has 8388608 bytes, TCPStore takes 8388608 at once"
+        ):
+            act("a", bytes(8 << 20))
+    session.store.put("a", bytes(8 << 20 >> 1))
+    assert session.store.get("a") == bytes(8 << 20 >> 1)

@@ -353,7 +353,7 @@ def run_store_value(payload: bytes) -> None:
 def run_store_heads(payload: bytes) -> None:
     """A store's own words: identity, history, lists of names."""
     first, _, rest = payload.partition(b"|")
-    weightwire_redis.values.read_identity(first or None)
+    weightwire_redis.values.read_identity(first)
     entry, mark, *names = [*rest.split(b"|"), b"", b""][: rest.count(b"|") + 2]
     weightwire_redis.store.names_of("redis://h/run", [names or None, [first]])
     known = weightwire_redis.values.read_write(entry, mark)

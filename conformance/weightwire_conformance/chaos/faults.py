@@ -111,6 +111,17 @@ def _slow_connections(world: World) -> None:
     world.proxy.delay = world.dice.choice([0.02, 0.2])
 
 
+def _restart_server(world: World) -> None:
+    assert world.options.restart_server is not None  # noqa: S101 - it is possible
+    world.options.restart_server()
+
+
+def _restartable(world: World) -> str:
+    if world.options.restart_server is not None:
+        return ""
+    return "nobody says how the session's server is started again"
+
+
 def _proxied(world: World) -> str:
     return "" if world.proxy is not None else "no session of --session is behind a proxy"
 
@@ -162,6 +173,7 @@ FAULTS = (
     Fault("slow-sender", _go_slow),
     Fault("cut-connections", _cut_connections),
     Fault("slow-connections", _slow_connections, _proxied),
+    Fault("restart-session-server", _restart_server, _restartable),
     Fault("truncated-file", _truncate, _stored),
     Fault("full-disk", _disk_full, _small_disk),
 )

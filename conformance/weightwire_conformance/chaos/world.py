@@ -64,6 +64,7 @@ class ChaosOptions:
         kinds: names of the faults; empty: all.
         session: of a server of its own, ``redis://host:port/name``, which is then reached
             through a proxy; empty: a directory.
+        restart_server: ends that server, and starts it again with its data, if it can be.
         recovery: seconds within which a version must reach every live replica.
     """
 
@@ -75,6 +76,7 @@ class ChaosOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     session: str = ""
+    restart_server: Callable[[], None] | None = None
     recovery: float = 60.0
 
 

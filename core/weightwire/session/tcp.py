@@ -48,6 +48,8 @@ _SLACK_LINES = 256
 _OPERATION_SECONDS = 5.0
 _RETRY_PAUSE = 0.1
 _BACKLOG = 1024
+_MOST_BYTES = 8 << 20
+"""TCPStore's server ends the connection of whoever sends it more at once."""
 
 
 class TcpStore(SessionStore):
@@ -76,7 +78,8 @@ class TcpStore(SessionStore):
 
     def put(self, key: str, value: bytes, *, durable: bool = True) -> None:
         was_listed = key in self._listed
-        entry, sealed = self._entry(key), seal_value(mark(), value)
+        sealed = self._sealed(key, value)
+        entry = self._entry(key)
 
         def write(store: TCPStore) -> None:
             # Renewing a lease isn't worth an entry, unless others have deleted it.
@@ -90,7 +93,7 @@ class TcpStore(SessionStore):
         self._written(key, lambda: self._run("write", key, write))
 
     def create(self, key: str, value: bytes) -> bool:
-        sealed = seal_value(mark(), value)
+        sealed = self._sealed(key, value)
         text = sealed.decode("utf-8")  # compare_set takes str; every record is JSON
         entry = self._entry(key)
 
@@ -125,6 +128,15 @@ class TcpStore(SessionStore):
         self._closed = True  # an operation that hangs on another thread isn't waited for
         self._connection.close()
         self._server = None
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        sealed = seal_value(mark(), value)
+        if len(sealed) > _MOST_BYTES:
+            raise SessionError(
+                f"record {key!r} has {len(value)} bytes, TCPStore takes {_MOST_BYTES} at once: "
+                "use a session of file:// or redis://"
+            )
+        return sealed
 
     def _entry(self, key: str) -> str:
         """What to append to the index before ``key`` is written.

@@ -270,7 +270,7 @@ class RedisStore(SessionStore):
             else ("XADD", self._history, "MAXLEN", "~", HISTORY, "*", "w", write)
         )
         return [
-            ("GET", self._base),
+            ("GETRANGE", self._base, 0, MARK),
             ("XRANGE", self._history, oldest, "+", "COUNT", 1),
             ("XRANGE", self._history, "-", "+", "COUNT", 1),
             newest,
@@ -310,7 +310,12 @@ class RedisStore(SessionStore):
         self._refuse_eviction(link)
         if not read_only:
             link.run([("SET", self._base, mark(), "NX")])
-        identity = read_identity(link.run([("GET", self._base)])[0])
+        identity = read_identity(link.run([("GETRANGE", self._base, 0, MARK)])[0])
+        if identity is None and not read_only:
+            raise SessionError(
+                f"session {self.url} has an empty identity: is something else writing to this "
+                "session's keys? choose another name"
+            )
         if identity is None:
             raise SessionError(
                 f"session {self.url} doesn't exist: correct the URL, or start a sender"

@@ -49,7 +49,7 @@ def read_identity(value: object) -> str | None:
     Raises:
         SessionError: nobody of ours wrote it.
     """
-    if value is None:
+    if value == b"":
         return None
     if not isinstance(value, bytes) or not _HEX.match(value):
         raise _foreign("(the session's identity)")
