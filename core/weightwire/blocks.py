@@ -20,7 +20,7 @@ __all__ = [
     "BLOCKS",
     "LEAST_BLOCK_NBYTES",
     "LEAST_SAVING",
-    "blocks_for",
+    "LEAST_SLICE_NBYTES",
     "borders_within",
     "column_blocks",
     "common_slices",
@@ -35,6 +35,9 @@ of two."""
 
 LEAST_BLOCK_NBYTES = 64 << 10
 """A shorter run's own cost (``weightwire.trace.reads.RUN_COST``) would be felt."""
+
+LEAST_SLICE_NBYTES = 4 << 10
+"""The same where a block is what somebody reads: row by row it would take shorter runs."""
 
 LEAST_SAVING = 4
 """Blocks have to save a reader of columns this factor in runs."""
@@ -56,21 +59,16 @@ def common_slices(slices: Iterable[int]) -> int:
     return found
 
 
-def blocks_for(slices: int) -> tuple[int, ...]:
-    """Numbers of blocks to try for readers of so many slices of columns, best first."""
-    if slices == ANY:
-        return BLOCKS
-    return (slices,) if slices > 1 else ()
-
-
-def column_blocks(entry: TensorEntry, parts: Iterable[Part], tried: Iterable[int] = BLOCKS) -> int:
+def column_blocks(entry: TensorEntry, parts: Iterable[Part], slices: int = ANY) -> int:
     """Blocks of columns in which a tensor's shards lie in slots; 1 for row by row.
 
     Args:
         parts: what of it travels in each group.
-        tried: numbers of blocks, best first.
+        slices: of columns, in which it is read, or ``ANY``.
     """
-    if len(entry.shape) < 2 or not entry.numel:
+    tried = BLOCKS if slices == ANY else (slices,)
+    least = LEAST_BLOCK_NBYTES if slices == ANY else LEAST_SLICE_NBYTES
+    if slices == 1 or len(entry.shape) < 2 or not entry.numel:
         return 1
     parts = list(parts)
     if any(part.sizes[-1] != entry.shape[-1] for part in parts):
@@ -81,11 +79,7 @@ def column_blocks(entry: TensorEntry, parts: Iterable[Part], tried: Iterable[int
     for blocks in tried:
         width = entry.shape[-1] // blocks
         nbytes = rows * min(width, largest.sizes[-1]) * entry.torch_dtype.itemsize
-        if (
-            entry.shape[-1] % blocks == 0
-            and nbytes >= LEAST_BLOCK_NBYTES
-            and rows >= LEAST_SAVING * blocks
-        ):
+        if entry.shape[-1] % blocks == 0 and nbytes >= least and rows >= LEAST_SAVING * blocks:
             return blocks
     return 1
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightwire.blocks import blocks_for
 from weightwire.errors import BackendUnavailable
 from weightwire.grouping import DEFAULT_GROUP_BYTES, layer_key
 from weightwire.routes import Routes, Served, joined, route
@@ -268,8 +267,8 @@ def trainer_table(
             offsets, sizes = _box(shape, rank, trainer, is_expert(name))
             entries.append(TensorEntry(name, shape, dtype_name(dtype), (Shard(0, offsets, sizes),)))
         specs.append(Spec(tuple(entries), dict(ties)))
-    blocks = blocks_for(column_slices)
-    return build_table(specs * trainer.replicas, group_bytes, blocks=blocks, views=views)
+    specs *= trainer.replicas
+    return build_table(specs, group_bytes, column_slices=column_slices, views=views)
 
 
 def _box(

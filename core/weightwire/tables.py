@@ -26,7 +26,7 @@ def build_table(
     group_bytes: int,
     *,
     whole: bool = False,
-    blocks: Sequence[int] = (),
+    column_slices: int = 1,
     views: Sequence[View] = (),
 ) -> TensorTable:
     """The table of what the ranks hold together; every rank computes the same one.
@@ -39,8 +39,8 @@ def build_table(
         group_bytes: budget of a transfer group.
         whole: each tensor is served by one rank, whoever holds its shards; checkpoint
             tensors are made before they are sent.
-        blocks: numbers of blocks of columns in which large matrices may lie in slots, best
-            first; without any they lie row by row.
+        column_slices: in how many slices of columns readers read (``WeightTarget``): large
+            matrices lie in slots in as many blocks of columns.
         views: checkpoint tensors, of all ranks.
 
     Raises:
@@ -87,14 +87,14 @@ def build_table(
         return checkpoint_table(table, specs, group_bytes)
     if whole and any(len(entry.shards) > 1 for entry in tensors):
         return msgspec.structs.replace(table, tensors=_gather(tensors, len(specs)))
-    return _in_blocks(table, blocks) if blocks and not whole else table
+    return _in_blocks(table, column_slices) if column_slices != 1 and not whole else table
 
 
-def _in_blocks(table: TensorTable, blocks: Sequence[int]) -> TensorTable:
+def _in_blocks(table: TensorTable, slices: int) -> TensorTable:
     cuts = Cuts(table)
     tensors = (
         msgspec.structs.replace(
-            entry, blocks=column_blocks(entry, [part for _, part in cuts.parts(i)], blocks)
+            entry, blocks=column_blocks(entry, [part for _, part in cuts.parts(i)], slices)
         )
         for i, entry in enumerate(table.tensors)
     )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from weightwire.blocks import ANY, blocks_for, common_slices
+from weightwire.blocks import ANY, common_slices
 from weightwire.contract import Backend, Offer, SenderTransport, Wait, checked_description
 from weightwire.deadline import Watch
 from weightwire.digest import combine
@@ -212,7 +212,7 @@ class TrainerRank:
             specs,
             self._options.group_bytes,
             whole=whole,
-            blocks=blocks_for(slices) if self._transport.column_blocks else (),
+            column_slices=slices if self._transport.column_blocks else 1,
             views=views,
         )
         exchange = ExchangePlan(table, specs, views) if whole else None

@@ -10,7 +10,7 @@ import torch
 
 import weightwire
 from weightwire import LocalShard
-from weightwire.blocks import ANY, BLOCKS, blocks_for, common_slices
+from weightwire.blocks import ANY, common_slices
 from weightwire.errors import TransferTimeout
 from weightwire.targets import MappingTarget
 
@@ -44,12 +44,6 @@ class Sliced(MappingTarget):
 )
 def test_slices_of_several_readers(said, found):
     assert common_slices(said) == found
-
-
-def test_numbers_of_blocks():
-    assert blocks_for(1) == ()
-    assert blocks_for(3) == (3,)
-    assert blocks_for(ANY) == BLOCKS
 
 
 class Trainer:

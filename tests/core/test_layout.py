@@ -247,6 +247,16 @@ def test_blocks_are_judged_by_what_a_rank_holds():
     assert column_blocks(one((4096, 4096), *boxes), [Part((0, 0), (4096, 4096))]) == 8
 
 
+@pytest.mark.parametrize(
+    ("slices", "blocks"),
+    [(1, 1), (2, 2), (16, 16), (3, 1), (32, 1)],  # 4096 columns; at least 4 rows a block
+)
+def test_there_are_as_many_blocks_as_slices_are_read(slices, blocks):
+    boxes = [((r * 64, 0), (64, 4096)) for r in range(64)]
+    whole = [Part((0, 0), (4096, 4096))]
+    assert column_blocks(one((4096, 4096), *boxes), whole, slices) == blocks
+
+
 def test_a_table_with_impossible_blocks_is_refused():
     entry = msgspec.structs.replace(one((4, 6)), blocks=4)
     table = TensorTable(1, (entry,), make_groups([entry], 1 << 20))

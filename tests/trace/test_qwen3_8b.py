@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 import torch
 
-from weightwire.blocks import ANY, BLOCKS, blocks_for
+from weightwire.blocks import ANY
 from weightwire.cuts import Cuts
 from weightwire.layout import count_reads
 from weightwire.pipeline import FetchPlan
@@ -90,7 +90,7 @@ def traced(rank):
     return recorder.tape, sum(tensor.nbytes for tensor in stand_ins.values())
 
 
-def table_of(trainers, *, blocks=()):
+def table_of(trainers, slices=1):
     """FSDP: rows over all trainer ranks."""
     specs = []
     for rank in range(trainers):
@@ -103,13 +103,13 @@ def table_of(trainers, *, blocks=()):
             shard = Shard(0, (begin if size else 0, *inner), (size, *shape[1:]))
             entries.append(TensorEntry(name, shape, "bfloat16", (shard,)))
         specs.append(Spec(tuple(entries), {}))
-    return build_table(specs, 256 << 20, blocks=blocks)
+    return build_table(specs, 256 << 20, column_slices=slices)
 
 
 @pytest.mark.parametrize("slices", [ANY, TP])
 @pytest.mark.parametrize("trainers", [1, 8, pytest.param(64, marks=pytest.mark.soak)])
 def test_a_rank_pulls_what_it_needs_in_few_descriptors(trainers, slices):
-    table = table_of(trainers, blocks=blocks_for(slices))
+    table = table_of(trainers, slices)
     pulled = torch.zeros(len(table.tensors), dtype=torch.int64)
     served = Served(table)
     for rank in range(TP):
@@ -154,7 +154,7 @@ def test_row_by_row_the_same_reads_would_shatter():
 
 @pytest.mark.parametrize("trainers", [1, 64])
 def test_a_reader_of_whole_matrices_reads_each_shard_in_one_run(trainers):
-    table = table_of(trainers, blocks=blocks_for(1))
+    table = table_of(trainers)
     regions = [Region.whole(i, entry) for i, entry in enumerate(table.tensors)]
     routes = route(Served(table), FetchPlan(table, regions, pieces=True, blocks=True).regions)
     assert int(routes.nbytes.sum()) == table.nbytes
@@ -163,7 +163,7 @@ def test_a_reader_of_whole_matrices_reads_each_shard_in_one_run(trainers):
 
 
 def test_memory_for_planning_is_bounded_by_what_it_gives():
-    table = table_of(64, blocks=BLOCKS)
+    table = table_of(64, ANY)
     regions = compile_tape(traced(0)[0], table).regions
     served = Served(table)
     tracemalloc.start()
