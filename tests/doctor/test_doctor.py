@@ -396,6 +396,35 @@ def _runs(pid: str) -> bool:
         return False
 
 
+def test_of_processes_that_work_together_the_one_that_failed_is_named(tmp_path: Path) -> None:
+    site = write_module(
+        tmp_path / "site", "pair",
+        """
+        import os, time
+        from weightwire.doctor import Step, Verdict, together
+        def waits(): time.sleep(600)
+        def raises(): raise ValueError("no such fabric")
+        def ends(): os._exit(3)
+        def works(number): return {"number": number}
+        def check(options, how):
+            steps = [Step("pair:waits"), Step(f"pair:{how}")]
+            if how == "works":
+                steps = [Step("pair:works", [1]), Step("pair:works", [2])]
+            found = together(steps, options.scratch, options.seconds - 1)
+            return Verdict.ok("both", found=found)
+        """,
+    )  # fmt: skip
+    checks = [
+        Check(f"pair.{how}", how, "pair:check", 60.0, "mend it", [how])
+        for how in ("raises", "ends", "works")
+    ]
+    found = examine(*checks, path=site)
+    assert "no such fabric" in verdict_of(found["pair.raises"])[1]
+    assert "ends ended with code 3" in verdict_of(found["pair.ends"])[1]
+    assert all(finding.took < 30 for finding in found.values())
+    assert found["pair.works"].verdict.details == {"found": [{"number": 1}, {"number": 2}]}
+
+
 def test_a_failure_without_a_remedy_is_a_programming_error() -> None:
     with pytest.raises(ValueError, match="needs a remedy"):
         Verdict("failed", "it is broken")
