@@ -124,11 +124,18 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        module = f"{__name__}.{name}"
+        try:
+            return importlib.import_module(module)  # weightwire.metrics, after `import weightwire`
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

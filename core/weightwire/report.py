@@ -25,7 +25,7 @@ PHASES = (
 """The one vocabulary of phases, used by reports, records, metrics and ``inspect``:
 
 ======== ====================================================================
-offer    the version is offered, or waited for
+offer    tensors are resolved, and the version is agreed on
 ready    the roster plans and answers ``receiver_ready``
 stage    tensors are cast and copied into slots
 announce bytes are handed to the transport: written, posted, announced

@@ -182,7 +182,9 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{font-weight:500;color:var(--dim);font-size:12px;text-align:left;padding:4px 10px 4px 0}
 td{border-top:1px solid var(--line);padding:5px 10px 5px 0;overflow-wrap:anywhere}
 svg{display:block;width:100%}svg text{font-size:12px;dominant-baseline:middle;fill:var(--ink)}
-svg text.bad{fill:#c2410c}p.bad{color:#c2410c;margin:0 0 6px;white-space:pre-wrap}
+svg text.bad{fill:#c2410c;
+paint-order:stroke;stroke:var(--paper);stroke-width:4px}
+p.bad{color:#c2410c;margin:0 0 6px;white-space:pre-wrap}
 .legend span{display:inline-block;margin-right:16px;font-size:13px}
 .legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
 footer{margin-top:48px;border-top:1px solid var(--line);padding-top:14px;

@@ -36,6 +36,16 @@ def test_importing_weightwire_imports_no_transport_and_no_plug_in():
     assert loaded[1:] in ([], [""])
 
 
+def test_torch_is_imported_only_for_what_needs_it():
+    said = output(
+        "import sys, weightwire\n"
+        "print('torch' in sys.modules, sorted(set(weightwire.__all__) - set(dir(weightwire))))\n"
+        "weightwire.metrics, weightwire.open_sender\n"
+        "print('torch' in sys.modules, hasattr(weightwire, 'nonsense'))"
+    )
+    assert said.splitlines() == ["False []", "True False"]
+
+
 def test_importing_starts_no_thread_installs_no_signal_handler_and_configures_no_logging():
     said = output(
         "import logging, signal, threading\n"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +25,8 @@ from doctor_rig import (
 )
 
 import weightwire
-from weightwire.doctor import Check, Examination, Verdict
+from weightwire.cli.doctor import _broken
+from weightwire.doctor import Check, Examination, Finding, Verdict
 
 WORK = (
     "host", "torch.tensors", "torch.gloo", "directory", "session", "memory",
@@ -62,10 +66,60 @@ def test_wrong_usage_exits_2_and_names_what_there_is() -> None:
 
 def test_what_is_named_and_not_here_is_broken() -> None:
     """No directory is named: that matters only to who asks for it."""
-    result = command("directory.fsync")
+    result = command("directory.fsync", "host.clock")
     assert result.returncode == 1
     assert "remedy name one: --directory DIR" in result.stdout
     assert "broken: directory.fsync" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "states", "broken"),
+    [
+        ((), {"torch.cuda": "absent", "nixl.probe": "absent", "nixl.read": "absent"}, []),
+        (("torch",), {"torch.cuda": "absent", "torch.gloo": "ok"}, []),
+        (("torch.cuda",), {"torch.cuda": "absent", "torch.gloo": "ok"}, ["torch.cuda"]),
+        (("nixl",), {"nixl.probe": "absent", "nixl.ports": "ok"}, ["nixl.probe"]),
+        (("vllm",), {"vllm.engine": "absent"}, ["vllm.engine"]),
+        (("host",), {"host.shm": "warning", "torch.gloo": "failed"}, ["torch.gloo"]),
+    ],
+)
+def test_what_breaks_is_what_failed_or_was_missed(
+    asked: tuple[str, ...], states: dict[str, str], broken: list[str]
+) -> None:
+    findings = [
+        Finding(Check(name, name, "a:b"), Verdict(state, "so it is", "do this"), 0.1)
+        for name, state in states.items()
+    ]
+    assert [found.check.name for found in _broken(findings, set(asked))] == broken
+
+
+def test_an_interruption_ends_the_children_and_leaves_nothing(tmp_path: Path) -> None:
+    program = str(Path(sys.executable).parent / "weightwire")
+    process = subprocess.Popen(
+        [program, "doctor", "torch.gloo", "torch.tensors"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("weightwire-doctor-*/child-*/answers")):
+            assert time.monotonic() < deadline, "no child has begun"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+    mine = str(tmp_path).encode()
+    assert [p for p in Path("/proc").glob("[0-9]*/cmdline") if mine in _command_line(p)] == []
+
+
+def _command_line(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 # ------------------------------------------------------------------------ the host
@@ -394,6 +448,35 @@ def _runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_of_processes_that_work_together_the_one_that_failed_is_named(tmp_path: Path) -> None:
+    site = write_module(
+        tmp_path / "site", "pair",
+        """
+        import os, time
+        from weightwire.doctor import Step, Verdict, together
+        def waits(): time.sleep(600)
+        def raises(): raise ValueError("no such fabric")
+        def ends(): os._exit(3)
+        def works(number): return {"number": number}
+        def check(options, how):
+            steps = [Step("pair:waits"), Step(f"pair:{how}")]
+            if how == "works":
+                steps = [Step("pair:works", [1]), Step("pair:works", [2])]
+            found = together(steps, options.scratch, options.seconds - 1)
+            return Verdict.ok("both", found=found)
+        """,
+    )  # fmt: skip
+    checks = [
+        Check(f"pair.{how}", how, "pair:check", 60.0, "mend it", [how])
+        for how in ("raises", "ends", "works")
+    ]
+    found = examine(*checks, path=site)
+    assert "no such fabric" in verdict_of(found["pair.raises"])[1]
+    assert "ends ended with code 3" in verdict_of(found["pair.ends"])[1]
+    assert all(finding.took < 30 for finding in found.values())
+    assert found["pair.works"].verdict.details == {"found": [{"number": 1}, {"number": 2}]}
 
 
 def test_a_failure_without_a_remedy_is_a_programming_error() -> None:

@@ -35,7 +35,7 @@ def doctor(
         typer.Argument(
             metavar="NAME",
             help="Only these: groups (host, torch, directory, session, nixl, vllm, ...) or single "
-            "checks (nixl.read). What is named must be there.",
+            "checks (nixl.read). A check that is named must be there, of a group something.",
         ),
     ] = None,
     session: Annotated[
@@ -73,7 +73,7 @@ def doctor(
         asked.add("session")
     if directory is not None or (session or "").startswith("file:"):
         asked.add("directory")
-    broken = [found for found in findings if _is_broken(found, asked)]
+    broken = _broken(findings, asked)
     if as_json:
         print(json.dumps(_as_json(findings, asked, not broken), indent=2))
     else:
@@ -103,9 +103,24 @@ def _is_asked(found: Finding, asked: set[str]) -> bool:
     return found.check.name in asked or found.check.group in asked
 
 
-def _is_broken(found: Finding, asked: set[str]) -> bool:
-    state = found.verdict.state
-    return state == "failed" or (state == "absent" and _is_asked(found, asked))
+def _broken(findings: list[Finding], asked: set[str]) -> list[Finding]:
+    """Those for which the exit code is 1.
+
+    What is absent counts where it was named itself; of a group that was named, where nothing
+    of it is here, or its backend can't run.
+    """
+    present = {found.check.group for found in findings if found.verdict.state != "absent"}
+
+    def is_missed(found: Finding) -> bool:
+        check = found.check
+        stands_for_all = check.group not in present or check.name == f"{check.group}.probe"
+        return check.name in asked or (check.group in asked and stands_for_all)
+
+    return [
+        found
+        for found in findings
+        if found.verdict.state == "failed" or (found.verdict.state == "absent" and is_missed(found))
+    ]
 
 
 def _as_json(findings: list[Finding], asked: set[str], usable: bool) -> dict[str, Any]:

@@ -160,24 +160,27 @@ def together(
     ]
     try:
         while not all(child.is_over for child in children):
-            failed = next((c for c in children if c.is_over and not _value(c)), None)
-            if failed is not None or deadline.remaining() <= 0:
-                break
+            if any(_failed(child) for child in children) or deadline.remaining() <= 0:
+                break  # the others may wait for whoever failed
             time.sleep(_PAUSE)
-        found = []
         for step, child in sorted(
-            zip(steps, children, strict=True), key=lambda pair: not pair[1].is_over
-        ):  # who failed before who still waits for it
+            zip(steps, children, strict=True), key=lambda pair: not _failed(pair[1])
+        ):  # who failed, before who still waits for it
             value = _value(child)
             if value is None:
                 raise RuntimeError(f"{step.function.partition(':')[2]} {child.death()}")
             if "error" in value:
                 raise RuntimeError(str(value["error"])[:2000])
-            found.append((steps.index(step), value.get("value")))
-        return [value for _, value in sorted(found, key=lambda pair: pair[0])]
+        return [(_value(child) or {}).get("value") for child in children]
     finally:
         for child in children:
             child.kill()
+
+
+def _failed(child: Child) -> bool:
+    is_over = child.is_over  # before its answer is read: none comes after that
+    value = _value(child)
+    return "error" in value if value is not None else is_over
 
 
 def _value(child: Child) -> dict[str, Any] | None:
