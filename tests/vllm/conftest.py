@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,18 +192,35 @@ def engine_room() -> Iterator[dict[str, str]]:
 
     vLLM's CPU workers hang as their processes exit, are killed by the executor after its
     5 seconds of grace, and so leave the shared memory of their group, which has the name
-    of the file in which they met.
+    of the file in which they met.  That file may be gone by then.
     """
+    over, names = threading.Event(), set[str]()
+
+    def look(directory: Path) -> None:
+        while not over.wait(0.1):
+            names.update(meeting.name for meeting in directory.glob("vllm_dist_*"))
+
     with tempfile.TemporaryDirectory(prefix="ww-") as directory:
-        yield {
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent),  # workers import what runs in them
-            "TMPDIR": directory,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        for meeting in Path(directory).glob("vllm_dist_*"):
-            for left in Path("/dev/shm").glob(f"{meeting.name}-*"):
-                left.unlink()
+        looking = threading.Thread(target=look, args=(Path(directory),))
+        looking.start()
+        try:
+            yield room(directory)
+        finally:
+            over.set()
+            looking.join()
+            for name in names:
+                for left in Path("/dev/shm").glob(f"{name}-*"):
+                    left.unlink()
+
+
+def room(directory: str) -> dict[str, str]:
+    """Environment of an engine's processes that meet in a directory."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent),  # workers import what runs in them
+        "TMPDIR": directory,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
 
 
 @pytest.fixture(scope="session")
