@@ -27,9 +27,9 @@ class NixlConfig(BackendConfig):
             wire and they are contiguous, instead of copying them into slots first.
             Their memory is registered, and stays allocated as long as this sender.
         column_blocks: stage large matrices in blocks of columns, so that readers of
-            column slices read few long runs; None does so where slots lie on a GPU.
-            On CPUs copies into blocks run at a third of plain ones, and thousands of
-            runs cost less than that.  Equal on all trainer ranks.
+            column slices (row-parallel layers of an engine of several ranks) read few long
+            runs.  Readers of whole matrices pay for the blocks at both ends.  Equal on all
+            trainer ranks.
         discovery: where ranks find each other's metadata: ``"session"``, or a
             ModelExpress server, ``"modelexpress://host:port"``.  Equal on both sides.
         copy_threads: of an inference rank whose slots lie on a CPU: that many threads of
@@ -44,7 +44,7 @@ class NixlConfig(BackendConfig):
     direction: Direction = "auto"
     unsafe_pull: bool = False
     zero_copy: bool = False
-    column_blocks: bool | None = None
+    column_blocks: bool = False
     discovery: Annotated[
         str,
         StringConstraints(
