@@ -93,8 +93,8 @@ def _copies(device: str, nbytes: int) -> dict[str, Any]:
 
 
 def cases(directory: Path) -> list[dict[str, Any]]:
-    """One rank on each side, so that matrices are staged row by row; once as by default."""
-    rows = {"backend": "nixl", "column_blocks": False}
+    """One rank on each side; once with the blocks of columns that engines of several want."""
+    rows = {"backend": "nixl"}
     base = {"model": "qwen3-8b", "on": "cuda", "to": "cuda", "backend": rows,
             "overlap": False, "verify": "sample", "group_bytes": 1 << 30, "repeats": 9}  # fmt: skip
     live = {"backend": "nixl", "zero_copy": True}
@@ -105,7 +105,7 @@ def cases(directory: Path) -> list[dict[str, Any]]:
              "files_per_rank": 8}  # fmt: skip
     return [
         base,
-        {**base, "backend": {"backend": "nixl"}},
+        {**base, "backend": {**rows, "column_blocks": True}},
         {**base, "verify": "off"},
         {**base, "group_bytes": 256 << 20},
         {**base, "group_bytes": 4 << 30},
@@ -232,12 +232,13 @@ def engines(
             cold.end()
             tokens = warm.ask("generate")
             addresses = warm.ask("addresses")
-            rows, large = {"column_blocks": False}, {"group_bytes": 1 << 30}
+            large = {"group_bytes": 1 << 30}
             parts: dict[str, dict[str, Any]] = {
                 "as by default": {},
-                "one arena": {"backend": rows, **large},
+                "blocks of columns": {"backend": {"column_blocks": True}},
+                "one arena": large,
                 "zero-copy": {"backend": {"zero_copy": True}, **large},
-                "overlap": {"backend": rows, "overlap": True, **large},
+                "overlap": {"overlap": True, **large},
             }
             for name, options in parts.items():
                 with attempt(found, name):
@@ -245,7 +246,7 @@ def engines(
                 keep()
             with attempt(found, "offloaded"):
                 trainer.ask("offload")
-                pinned = {"device": "cuda:0", "group_bytes": 512 << 20, "backend": rows}
+                pinned = {"device": "cuda:0", "group_bytes": 512 << 20}
                 serial = follow((trainer, warm), pinned, repeats, work, trace="serial")
                 both = {**pinned, "overlap": True}
                 overlapped = follow((trainer, warm), both, repeats, work, trace="overlap")

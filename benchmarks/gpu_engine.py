@@ -215,8 +215,7 @@ class Engine(Role):
         times: list[float] = []
         for _ in range(repeats):
             update = json.loads(Path(path).read_text())
-            here = compat.config_context(self.config)
-            with here, torch.device(self.device), self._timed(times):
+            with compat.config_context(self.config), self._timed(times):
                 engine.start_weight_update()
                 engine.update_weights(update)
                 engine.finish_weight_update()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightwire.layout import lay_out
-from weightwire.staging import Scratch, Stager
+from weightwire.staging import Scratch, Stager, _pieces
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -58,6 +58,19 @@ def test_a_copy_follows_what_the_caller_has_queued_and_no_device_is_waited_for(m
         stager.copy([slot, host], [weight, weight])
         assert torch.equal(host, torch.full_like(host, 200 * step))
         assert torch.equal(slot.cpu(), host)
+
+
+@pytest.mark.parametrize("most", [1, 64, 1000, 1 << 20])
+def test_long_tensors_cross_in_pieces_that_hold_everything_once(most):
+    given = [tensor for tensor, _ in sources("cpu") if tensor.dim()]
+    into = [torch.zeros(tuple(tensor.shape), dtype=torch.float32) for tensor in given]
+    for targets, chosen in _pieces(into, [tensor.float() for tensor in given], most):
+        longest = max((to[0].nbytes for to in targets if len(to)), default=0)
+        assert sum(target.nbytes for target in targets) <= max(most, longest)
+        for target, source in zip(targets, chosen, strict=True):
+            target.add_(source)
+    for target, tensor in zip(into, given, strict=True):
+        assert torch.equal(target.nan_to_num(), tensor.float().nan_to_num())
 
 
 def test_scratch_is_reused_grows_and_can_be_fresh():

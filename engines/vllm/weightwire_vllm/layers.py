@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weightwire.copying import copy_all
 from weightwire.errors import TraceError
 from weightwire_vllm import compat
+from weightwire_vllm.kernels import derived_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,8 @@ def process(filled: Sequence[tuple[Unit, Mapping[str, Tensor]]], device: torch.d
                     compat.post_process(recipe.layer)
                 with _plainly():
                     copies.extend(_copies(recipe, layer.kernel, loaded))
+                    own = {**layer.kernel.parameters, **layer.kernel.buffers}.values()
+                    copies.extend(derived_copies(recipe.path, layer.experts, own))
                     if len(unit.recipes) > 1:  # the next may process the same tensors
                         _copy(copies)
         with _plainly():

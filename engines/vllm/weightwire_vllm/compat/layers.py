@@ -189,23 +189,25 @@ def absorbed_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def take_moe_kernels(layer: nn.Module) -> list[MoeKernel]:
-    """The kernel of a CPU expert layer, if ``layer`` is one.
+    """The kernel of an expert layer, if ``layer`` is one.
 
-    On CPU the experts' prepack runs only while no kernel exists, so that a
-    reload would leave plain weights where the kernel expects packed ones.
+    Processing builds another, on CPU only while there is none: a reload would leave
+    plain weights there where the kernel expects packed ones.
     """
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
-    first = next(iter(layer.parameters(recurse=False)), None)
-    if kernel is None or first is None or first.device.type != "cpu":
+    if kernel is None:
         return []
     return [(method, kernel, getattr(method, "moe_quant_config", None))]
 
 
 def drop_moe_kernels(taken: Iterable[MoeKernel]) -> None:
-    """Forget the kernels, so that processing builds them anew."""
+    """Forget the kernels where processing builds them, and packs for them, only once: on CPU."""
+    from vllm.platforms import current_platform
+
     for method, _, _ in taken:
-        method.moe_kernel = None
+        if current_platform.is_cpu():
+            method.moe_kernel = None
 
 
 def give_moe_kernels(taken: Iterable[MoeKernel]) -> None:
