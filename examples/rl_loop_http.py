@@ -55,7 +55,6 @@ def main(steps: int) -> None:
             prompts = [[ids.randrange(2, 320) for _ in range(PROMPT_TOKENS)] for _ in range(BATCH)]
             completions = [sample(client, prompt, seed=step) for prompt in prompts]
             reward = policy.step(prompts, completions)
-            # The server is in the session by now: its updates are waited for.
             sender.send(step)
             await_version(client, step)
             print(f"step {step}: reward {reward:.3f}, the server serves version {step}", flush=True)

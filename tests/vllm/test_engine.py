@@ -202,3 +202,25 @@ def test_a_trainer_of_vllms_own_api_switches_by_a_name(lab, session, inner):
             lab.llm.finish_weight_update()
         trainer.shutdown()
         inprocess.detach(lab.llm)
+
+
+def test_a_pool_drives_an_engine_of_this_process(lab, session):
+    from weightwire.vllm import Pool, UpdateFailed
+
+    with Pool({"r": lab.llm}, session=session, backend="filesystem", timeout=30) as pool:
+        pool.attach()
+        send(session, lab.models["B"], 3)
+        report = pool.update()
+        assert pool.in_service == {"LLM": 3}
+        assert report.updated["LLM"].paused_seconds > 0
+        lab.is_("B")
+        assert lab.llm.get_weight_version() == "3"
+        send(session, tiny_model("qwen3", 3, vocab_size=300, num_attention_heads=8), 4)
+        with pytest.raises(UpdateFailed, match="q_proj"):
+            pool.update(4)
+        assert pool.out.keys() == {"LLM"}
+        assert pool.replicas["r"].whole
+        send(session, lab.models["A"], 5)
+        pool.update(5)
+        lab.is_("A")
+        pool.detach()

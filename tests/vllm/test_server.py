@@ -51,8 +51,8 @@ def holds(server, expected):
     assert server.generate(PROMPT)["token_ids"] == expected[1]
 
 
-def sender_of(session, which):
-    return weightwire.open_sender("filesystem", session=session, source=model(which))
+def sender_of(session, which, **options):
+    return weightwire.open_sender("filesystem", session=session, source=model(which), **options)
 
 
 def spans(answers):
@@ -115,18 +115,30 @@ def test_a_failed_update_leaves_the_engine_alive_paused_and_out(servers, cold, s
             damage(tmp_path / "run")
             with pytest.raises(UpdateFailed, match="version 2") as caught:
                 pool.update(2)
-            assert a.url in caught.value.report.failed
-            assert pool.out.keys() == {a.url}
-            assert pool.in_service == {}
-            assert a.paused
-            assert a.client.get("/health").status_code == 200
-            refused = a.post("/resume")
-            assert refused.status_code == 500
-            assert "two versions" in refused.text
-        with sender_of(session, "B") as sender:
+        assert a.url in caught.value.report.failed
+        assert pool.out.keys() == {a.url}
+        assert pool.in_service == {}
+        assert a.paused
+        assert a.client.get("/health").status_code == 200
+        # All of it was one group, and nothing of it was written: the old version may serve.
+        assert pool.replicas["r"].whole
+        a.call("/resume")
+        holds(a, cold["A"])
+        # Now layers were in place before the damage was found.
+        with sender_of(session, "B", group_bytes=1 << 14) as sender:
             sender.send(3)
-            pool.update(3)
-        assert pool.in_service == {a.url: 3}
+            damage(tmp_path / "run")
+            with pytest.raises(UpdateFailed, match="version 3"):
+                pool.update(3)
+        assert not pool.replicas["r"].whole
+        refused = a.post("/resume")
+        assert refused.status_code == 500
+        assert "two versions" in refused.text
+        assert a.paused
+        with sender_of(session, "B") as sender:
+            sender.send(4)
+            pool.update(4)
+        assert pool.in_service == {a.url: 4}
         holds(a, cold["B"])
         pool.detach()
 
