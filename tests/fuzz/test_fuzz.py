@@ -19,6 +19,8 @@ from fuzz_worker import input_of, try_one
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from weightwire_filesystem import manifest
+
 HERE = Path(__file__).parent
 NAMES = [target.name for target in TARGETS]
 INPUTS = int(os.environ.get("WEIGHTWIRE_FUZZ_INPUTS", "1000000"))
@@ -117,3 +119,10 @@ def test_inputs_that_are_guided_by_coverage(
     (count,) = re.findall(r"number_of_executed_units: (\d+)", run.stderr)
     record_property("guided", count)
     assert int(count) > 1000
+
+
+def test_a_name_with_a_number_of_thousands_of_digits_is_no_version() -> None:
+    """Found by fuzzing: Python refuses to read such a number, by an error of its own."""
+    for name in ("v00000042-i1-a" + "3" * 5000, f"v{'4' * 5000}-i1-a1"):
+        assert manifest.version_policy(name) is None
+        assert manifest.leftover_incarnation(f".staging-{'0' * 12}-{name}", "s") is None

@@ -223,8 +223,11 @@ def _tag(session: str) -> str:
     return hashlib.blake2b(session.encode(), digest_size=6).hexdigest()
 
 
-_VERSION = re.compile(r"v(\d{8,})-i(\d+)-a(\d+)")
-_HIDDEN = re.compile(r"\.(?:staging|trash)-([0-9a-f]{12})-v\d{8,}-i(\d+)-a\d+(?:-[0-9a-f]+)?")
+# Bounded: Python refuses to read numbers of thousands of digits.
+_VERSION = re.compile(r"v([0-9]{8,19})-i([0-9]{1,19})-a([0-9]{1,19})")
+_HIDDEN = re.compile(
+    r"\.(?:staging|trash)-([0-9a-f]{12})-v[0-9]{8,19}-i([0-9]{1,19})-a[0-9]{1,19}(?:-[0-9a-f]+)?"
+)
 
 
 def version_policy(name: str) -> Policy | None:
