@@ -93,7 +93,7 @@ def _copies(device: str, nbytes: int) -> dict[str, Any]:
 
 
 def cases(directory: Path) -> list[dict[str, Any]]:
-    """One rank on each side; once with the blocks of columns that engines of several want."""
+    """One rank on each side."""
     rows = {"backend": "nixl"}
     base = {"model": "qwen3-8b", "on": "cuda", "to": "cuda", "backend": rows,
             "overlap": False, "verify": "sample", "group_bytes": 1 << 30, "repeats": 9}  # fmt: skip
@@ -105,7 +105,6 @@ def cases(directory: Path) -> list[dict[str, Any]]:
              "files_per_rank": 8}  # fmt: skip
     return [
         base,
-        {**base, "backend": {**rows, "column_blocks": True}},
         {**base, "verify": "off"},
         {**base, "group_bytes": 256 << 20},
         {**base, "group_bytes": 4 << 30},
@@ -235,7 +234,6 @@ def engines(
             large = {"group_bytes": 1 << 30}
             parts: dict[str, dict[str, Any]] = {
                 "as by default": {},
-                "blocks of columns": {"backend": {"column_blocks": True}},
                 "one arena": large,
                 "zero-copy": {"backend": {"zero_copy": True}, **large},
                 "overlap": {"overlap": True, **large},

@@ -313,7 +313,6 @@ def cases(backends: list[str], models: list[str], group_bytes: int) -> Iterator[
                 yield {**base, "backend": backend}
         if "nixl" in backends:
             yield {**base, "backend": {"backend": "nixl", "zero_copy": True}}
-            yield {**base, "backend": {"backend": "nixl", "column_blocks": True}}
             yield {**base, "backend": {"backend": "nixl"}}
         if model == "qwen3-8b":
             for name in backends:

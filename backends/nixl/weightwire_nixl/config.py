@@ -26,8 +26,9 @@ class NixlConfig(BackendConfig):
         zero_copy: serve the trainer's own tensors where their dtype is the one on the
             wire and they are contiguous, instead of copying them into slots first.
             Their memory is registered, and stays allocated as long as this sender.
-        column_blocks: stage large matrices in as many blocks of columns as the readers
-            ask for (the ranks of a row-parallel layer), so that they read few long runs.
+        column_blocks: stage large matrices in as many blocks of columns as the readers say
+            that they take (``WeightTarget.column_slices``), so that they read few long runs;
+            those who read whole matrices take none.  None does so where slots lie on a GPU.
             On CPUs copies into blocks run at a third of plain ones, and thousands of runs
             cost less than that.  Equal on all trainer ranks.
         snapshot: ``"host"``: each trainer rank keeps a copy of its shards in host memory,
@@ -48,7 +49,7 @@ class NixlConfig(BackendConfig):
     direction: Direction = "auto"
     unsafe_pull: bool = False
     zero_copy: bool = False
-    column_blocks: bool = False
+    column_blocks: bool | None = None
     snapshot: Literal["none", "host"] = "none"
     discovery: Annotated[
         str,

@@ -57,7 +57,8 @@ class NixlSender(SenderTransport):
         self._context = context
         self._config = config
         self._device = numbered(context.device)
-        self.column_blocks = config.column_blocks
+        blocks = self._device.type == "cuda" and not config.zero_copy  # live: row by row
+        self.column_blocks = blocks if config.column_blocks is None else config.column_blocks
         self._fabric = choose_fabric(self._device)
         self._discovery = open_discovery(context, config.discovery)
         self.counters = Counters()

@@ -7,6 +7,7 @@
     senders/<n>/{ranks,leases}/<k>, senders/<n>/joined   its other ranks
     receivers/<id>/<n>/{record,lease,closed,status}
     receivers/<id>/<n>/{ranks,leases}/<k>, .../joined
+    watchers/<id>/<n>/{record,lease,closed}     who drives a receiver's engine
     tables/<digest>                             tensor tables, as bytes
     versions/<n>/<version>.<attempt>/{offer,started,outcome}
     versions/<n>/<version>.<attempt>/{ready,applied}/<receiver id>/<receiver's n>

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weightwire.errors import PeerLost
 from weightwire.session import keys, process
-from weightwire.session.records import Closed, Lease, MemberRecord
+from weightwire.session.records import Closed, Lease, MemberRecord, RankReport
 from weightwire.session.session import Session
 
 __all__ = ["Leader", "LeaseKeeper", "LeaseObserver", "Member", "Siblings"]
@@ -138,8 +138,11 @@ class Leader:
 class Siblings:
     """The other ranks of a side, as its rank 0 sees them: each holds a lease of its own.
 
+    One whose process on this host ended is missed at once, or nearly: it may have said why,
+    and whoever waits for it reads that first.
+
     Attributes:
-        lost: those that stood still when ``failure`` looked last.
+        lost: those that were missed when ``failure`` looked last.
     """
 
     def __init__(
@@ -151,15 +154,38 @@ class Siblings:
         self._looked = clock()
         self._silence = session.silence.seconds
         self._still: dict[int, tuple[int, float]] = {}
+        self._processes: dict[int, str] = {}
+        self._ended: dict[int, float] = {}
         self.lost: frozenset[int] = frozenset()
 
     def failure(self) -> PeerLost | None:
-        """Which of them stood still for a lease while rank 0 looked, or None."""
+        """Which of them stood still for a lease while rank 0 looked, or are gone; or None."""
+        ended = self._look_at_processes()
+        self._look_at_leases()
+        ttl = self._member.record.lease_ttl
+        still = {rank for rank, (_, seconds) in self._still.items() if seconds > ttl}
+        self.lost = frozenset(ended | still)
+        return self.describe(self.lost) if self.lost else None
+
+    def _look_at_processes(self) -> set[int]:
+        """Ranks that ended a while ago."""
+        now = self._clock()
+        for rank in range(1, self._member.record.world_size):
+            if rank not in self._processes:
+                joined = self._session.read(self._member.key("ranks", str(rank)), RankReport)
+                if joined is None:
+                    continue  # it is about to join
+                self._processes[rank] = joined.payload.decode("utf-8", "replace")
+            if process.is_gone(self._processes[rank]):
+                self._ended.setdefault(rank, now)
+        return {rank for rank, when in self._ended.items() if now - when >= _LAST_WORDS}
+
+    def _look_at_leases(self) -> None:
         ttl = self._member.record.lease_ttl
         now, silence = self._clock(), self._session.silence.seconds
         watched = now - self._looked - (silence - self._silence)
         if watched < ttl / RENEWALS_PER_TTL / 2:
-            return None
+            return
         self._looked, self._silence = now, silence
         # In a longer time between two looks this process may have stood still with the others.
         watched = min(watched, ttl / 2)
@@ -168,14 +194,13 @@ class Siblings:
             counter = lease.counter if lease is not None else -1
             highest, still = self._still.get(rank, (-2, 0.0))
             self._still[rank] = (counter, 0.0) if counter > highest else (highest, still + watched)
-        self.lost = frozenset(rank for rank, (_, still) in self._still.items() if still > ttl)
-        return self.describe(self.lost) if self.lost else None
 
     def describe(self, lost: Iterable[int]) -> PeerLost:
         ttl = self._member.record.lease_ttl
         ranks = ", ".join(f"{self._member.record.member_id} rank {rank}" for rank in sorted(lost))
         return PeerLost(
-            f"{ranks} is gone, or stands still (its lease of {ttl:g} s ran out): restart all ranks"
+            f"{ranks} is gone, or stands still (its process ended, or its lease of {ttl:g} s ran "
+            "out): restart all ranks"
         )
 
 
