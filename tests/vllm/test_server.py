@@ -166,17 +166,21 @@ def test_generating_during_an_open_update_is_refused_and_not_fatal(servers, cold
     assert bad.status_code == 500
     assert "init_info.colour" in bad.text
     a.call("/init_weight_transfer_engine", {"init_info": info})
-    with sender_of(session, "B") as sender:
-        sender.send(1)
-    with Load(a):
-        a.call("/start_weight_update")
-        running = a.post("/update_weights", {"update_info": {"version": 1}})
-        assert running.status_code == 500
+    with Load(a, threads=5):
+        for version in range(1, 20):
+            with sender_of(session, "B") as sender:
+                sender.send(version)
+            a.call("/start_weight_update")
+            running = a.post("/update_weights", {"update_info": {"version": version}})
+            if running.status_code == 500:
+                break
+            # Rightly: all requests had ended at once, and the next weren't there yet.
+            a.call("/finish_weight_update", {"weight_version": str(version)})
         assert "pause the engine first" in running.text
-    a.call("/update_weights", {"update_info": {"version": 1}})
+    a.call("/update_weights", {"update_info": {"version": version}})
     assert a.ask(PROMPT, 4).status_code == 500
     assert "an update is open" in a.post("/resume").text
-    a.call("/finish_weight_update", {"weight_version": "1"})
+    a.call("/finish_weight_update", {"weight_version": str(version)})
     a.call("/reset_prefix_cache")
     holds(a, cold["B"])
     a.call("/shutdown_weight_transfer_engine")
