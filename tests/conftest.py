@@ -1,4 +1,9 @@
-"""How tests are spread over the processes that run them beside each other."""
+"""In which order test files are given to the processes that run them beside each other.
+
+A file runs in one process, since its tests share what is slow to make.  Those that take
+longest begin, so that none of them runs alone at the end; engines, which take all cores,
+alternate with others.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,40 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SPREAD = {"faults/test_interrupts.py", "faults/test_loss.py"}
-"""Files whose tests share nothing that is slow to make; each may run anywhere."""
-HEAVY = ("vllm/", "cli/test_demo.py")
-"""Engines take all cores and gigabytes: one at a time."""
+FIRST = (
+    "vllm/test_server.py",
+    "conformance/test_culprits.py",
+    "sharding/test_sharded_trainers.py",
+    "vllm/test_plan.py",
+    "conformance/test_command.py",
+    "vllm/test_watch.py",
+    "doctor/test_doctor.py",
+    "vllm/test_engine.py",
+    "cli/test_docs.py",
+    "sessions/test_stores.py",
+    "cli/test_demo.py",
+    "chaos/test_chaos.py",
+    "vllm/test_tensor_parallel.py",
+    "thirdparty/test_conformance.py",
+    "conformance/test_builtin.py",
+    "vllm/test_packed.py",
+    "cli/test_commands.py",
+    "vllm/test_families.py",
+    "nixl/test_faults.py",
+    "vllm/test_extension.py",
+    "faults/test_loss.py",
+    "faults/test_interrupts.py",
+    "core/test_membership.py",
+    "views/test_sharded_views.py",
+    "core/test_lifecycle_stateful.py",
+)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    path = item.path.relative_to(TESTS).as_posix()
-    if path.startswith(HEAVY):
-        item.add_marker(pytest.mark.xdist_group("engines"))
-    elif path not in SPREAD:
-        item.add_marker(pytest.mark.xdist_group(path))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(FIRST)}
+
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.relative_to(TESTS).as_posix(), len(places))
+
+    items.sort(key=place)  # stable: otherwise as they were collected

@@ -277,7 +277,6 @@ def test_an_adapter_whose_device_is_not_passed_in(tmp_path: Path) -> None:
     assert "mlx5_0:1 (400 Gb/s)" in summary
 
 
-@pytest.mark.xdist_group("engines")
 def test_vllm_and_its_routes(tmp_path: Path) -> None:
     names = ("vllm.engine", "vllm.routes")
     found = examine(*names, VLLM_PLUGINS="nothing", VLLM_SERVER_DEV_MODE="1")
