@@ -118,6 +118,8 @@ def test_an_interruption_ends_the_children_and_leaves_nothing(tmp_path: Path) ->
         [program, "doctor", "patient"],
         env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(site)},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        # Where tests run in a shell's background, SIGINT would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
