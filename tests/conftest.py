@@ -18,7 +18,6 @@ FIRST = (
     "sharding/test_sharded_trainers.py",
     "vllm/test_plan.py",
     "conformance/test_command.py",
-    "vllm/test_watch.py",
     "doctor/test_doctor.py",
     "vllm/test_engine.py",
     "cli/test_docs.py",

@@ -74,7 +74,14 @@ class Server:
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        # Servers close a connection after a call that failed in them, maybe as it is used again.
+        self.client = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=60,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

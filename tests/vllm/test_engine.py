@@ -186,7 +186,9 @@ def test_a_trainer_of_vllms_own_api_switches_by_a_name(lab, session, inner):
         inprocess.detach(lab.llm)
     # A stream of full tensors, as any other source of vLLM's is one.
     full = to_vllm(ModuleSource(lab.models["A"]))
-    assert [meta.name for meta in full.metadata()] == [name for name, _ in full]
+    names = [name for name, _ in full]
+    assert [meta.name for meta in full.metadata()] == names
+    assert not lab.ties.keys() & set(names)
     info = TrainerInfo(session=session, inner=inner, timeout=30, rank=0, first_version=5)
     trainer = transfer.WeightTransferTrainerFactory.trainer_init(info, client=client, source=full)
     try:
@@ -197,9 +199,9 @@ def test_a_trainer_of_vllms_own_api_switches_by_a_name(lab, session, inner):
         with pytest.raises(TransferError, match="already"):
             trainer.send_weights()
         lab.is_("A")
-    finally:
         with pytest.raises(HandleError):
             lab.llm.finish_weight_update()
+    finally:
         trainer.shutdown()
         inprocess.detach(lab.llm)
 

@@ -1,9 +1,13 @@
-"""API servers, driven by a pool and by vLLM's own HTTP routes."""
+"""API servers, driven by a pool, by vLLM's own HTTP routes, and followed by a watcher."""
 
 from __future__ import annotations
 
+import contextlib
+import urllib.request
+
 import pytest
 from server_rig import Load, Server, checkpoint, model
+from watch_rig import Watch
 
 import weightwire
 from weightwire.errors import AuthenticationError, ConfigError, PeerLost
@@ -194,6 +198,56 @@ def test_vllms_own_trainer_client_switches_by_a_name(servers, cold, session):
         client.shutdown_weight_transfer_engine()
     finally:
         trainer.shutdown()
+
+
+def test_a_watcher_follows_through_restarts_and_ends_in_good_order(servers, cold, session):
+    a = servers["A"]
+    options = ("--session", session, "--engine", f"r={a.url}", "--timeout", "40")
+    with contextlib.ExitStack() as stack:
+        watch = Watch(*options, "--metrics-port", "0")
+        stack.callback(watch.close)
+        watch.await_("attached")
+        sender = sender_of(session, "B")
+        stack.callback(sender.close)
+        sender.send(1)
+        line = watch.await_("version", version=1)
+        assert line["failed"] == {}
+        assert set(line["engines"]) == {a.url}
+        holds(a, cold["B"])
+        assert a.version == "1"
+        metrics = watch.await_("metrics")["message"]
+        with urllib.request.urlopen(metrics) as answer:
+            page = answer.read().decode()
+        assert f'weightwire_watch_version{{engine="{a.url}"}} 1.0' in page
+        assert f'weightwire_watch_in_service{{engine="{a.url}"}} 1.0' in page
+
+        second = Watch(*options)
+        stack.callback(second.close)
+        assert second.end(None) == 1
+        assert "is watched already" in second.error
+
+        # The trainer restarts, and the server: it comes back with the checkpoint's weights.
+        sender.close()
+        watch.lines.clear()
+        a.stop()
+        watch.await_("waiting")
+        a.start()
+        a.ready()
+        watch.await_("attached")
+        sender = sender_of(session, "B", resume_from=1)
+        stack.callback(sender.close)
+        watch.await_("version", version=1)
+        holds(a, cold["B"])
+        assert not a.paused
+        # The watcher restarts: nothing is done twice.
+        assert watch.end() == 0
+        third = Watch(*options)
+        stack.callback(third.close)
+        sender.send(2)
+        third.await_("version", version=2)
+        assert a.version == "2"
+        assert third.end() == 0
+        assert [line["version"] for line in third.lines if line["event"] == "version"] == [2]
 
 
 def test_a_pool_says_what_is_wrong_with_its_arguments(session):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weightwire.errors import UnsupportedOperation
 from weightwire.placements import LocalShard
-from weightwire.sources import ModuleSource, WeightSource
+from weightwire.sources import MappingSource, ModuleSource, WeightSource, WireRules, resolve
 from weightwire.streaming import StreamingSource, TensorSpec
 from weightwire.views import apply_view
 from weightwire_vllm import compat
@@ -48,7 +48,8 @@ def to_vllm(source: WeightSource) -> Any:
     """A ``vllm.distributed.weight_transfer.WeightSource`` that yields what ``source`` holds.
 
     Tensors have checkpoint names and are full: each DTensor is gathered when it is its
-    turn, on all ranks together.
+    turn, on all ranks together.  Of tied tensors the first is yielded, as from a module of
+    vLLM's: a stream has no other way to say that two names are one tensor.
 
     Raises:
         UnsupportedOperation: the source is a stream, or declares shards of its own.
@@ -92,6 +93,7 @@ def _full(source: WeightSource, *, gather: bool) -> Iterator[tuple[str, Tensor]]
                 "says how to gather it"
             )
     views = source.views({n: (tuple(t.shape), t.dtype) for n, t in _plain(tensors).items()})
+    ties = resolve(MappingSource(tensors), WireRules()).spec.ties
     inner = {part for view in views for part in view.sources()}
     named = {view.name for view in views}
 
@@ -103,7 +105,7 @@ def _full(source: WeightSource, *, gather: bool) -> Iterator[tuple[str, Tensor]]
         return tensor if whole is None else whole()
 
     for name in tensors:
-        if name not in inner and name not in named:
+        if name not in inner and name not in named and name not in ties:
             yield name, full(name)
     for view in views:
         yield view.name, apply_view(view, full)

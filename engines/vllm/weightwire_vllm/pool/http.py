@@ -24,6 +24,11 @@ __all__ = ["HttpEngine"]
 _MOST_BYTES = 1 << 20
 _RETRIES = 3
 _FIRST_PAUSE = 0.2
+_ONE_REQUEST_EACH = httpx.Limits(max_keepalive_connections=0)
+"""A server closes a connection that was idle or whose call failed, maybe as it is used again.
+
+What may not be asked twice would be lost with it.
+"""
 
 
 class HttpEngine(EngineControl):
@@ -48,7 +53,9 @@ class HttpEngine(EngineControl):
         self.name = str(parts).rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # A proxy of the environment has no business between a trainer and its engines.
-        self._client = httpx.AsyncClient(base_url=self.name, headers=headers, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=self.name, headers=headers, trust_env=False, limits=_ONE_REQUEST_EACH
+        )
 
     async def check(self, timeout: float) -> None:
         await self._call("GET", "/health", timeout)
