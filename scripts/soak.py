@@ -68,7 +68,13 @@ def main() -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], seconds: float | None) -> int:
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        # In a shell's background SIGINT is ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,35 +1,50 @@
-"""How tests are spread over the processes that run them beside each other.
+"""In which order test files are given to the processes that run them beside each other.
 
-By paths rather than ``xdist_group`` marks: those tell the scheduler nothing from pytest 9.2
-on, where xdist 3.8 can't write them into a test's id.
+A file runs in one process, since its tests share what is slow to make.  Those that take
+longest begin, so that none of them runs alone at the end; engines, which take all cores,
+alternate with others.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
-SPREAD = ("tests/faults/test_interrupts.py", "tests/faults/test_loss.py")
-"""Files whose tests share nothing that is slow to make; each may run anywhere."""
-HEAVY = (
-    "tests/vllm/",
-    "tests/cli/test_demo.py",
-    "tests/doctor/test_doctor.py::test_vllm_and_its_routes",
+TESTS = Path(__file__).parent
+FIRST = (
+    "vllm/test_server.py",
+    "conformance/test_culprits.py",
+    "sharding/test_sharded_trainers.py",
+    "vllm/test_plan.py",
+    "conformance/test_command.py",
+    "doctor/test_doctor.py",
+    "vllm/test_engine.py",
+    "cli/test_docs.py",
+    "sessions/test_stores.py",
+    "cli/test_demo.py",
+    "chaos/test_chaos.py",
+    "vllm/test_tensor_parallel.py",
+    "thirdparty/test_conformance.py",
+    "conformance/test_builtin.py",
+    "vllm/test_packed.py",
+    "cli/test_commands.py",
+    "vllm/test_families.py",
+    "nixl/test_faults.py",
+    "vllm/test_extension.py",
+    "faults/test_loss.py",
+    "faults/test_interrupts.py",
+    "core/test_membership.py",
+    "views/test_sharded_views.py",
+    "core/test_lifecycle_stateful.py",
 )
-"""Engines take all cores and gigabytes: one at a time."""
 
 
-class Groups(LoadScopeScheduling):
-    """A group runs in one process, in order; so what its tests share is made once."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(FIRST)}
 
-    def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(HEAVY):
-            return "engines"
-        return nodeid if nodeid.startswith(SPREAD) else nodeid.partition("::")[0]
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.relative_to(TESTS).as_posix(), len(places))
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
+    items.sort(key=place)  # stable: otherwise as they were collected

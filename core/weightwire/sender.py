@@ -282,8 +282,7 @@ class WeightSender(Handle):
         more = True
         try:
             while more:
-                with phases.timed("ready"):
-                    slices, refusal = self._look_ahead(version, wait)
+                slices, refusal = self._look_ahead(version, wait, phases)
                 resolved = self._ours.arrive(
                     version, wait, phases, refusal, column_slices=slices, begins=not waves
                 )
@@ -314,7 +313,9 @@ class WeightSender(Handle):
             log.error("version %d isn't stored for late receivers: %s", version, error)
             return f"not stored: {error}"
 
-    def _look_ahead(self, version: int, wait: Wait) -> tuple[int, BaseException | None]:
+    def _look_ahead(
+        self, version: int, wait: Wait, phases: Phases
+    ) -> tuple[int, BaseException | None]:
         """How the version's readers read, and why rank 0 won't send it, or None."""
         if self._rank != 0:
             return ANY, None
@@ -322,7 +323,8 @@ class WeightSender(Handle):
             self._machine.next_policy(version)
             if not self._transport.column_blocks:
                 return ANY, None
-            return drive(self._machine.column_slices(self._terms, wait), self._watch), None
+            with phases.timed("ready"):
+                return drive(self._machine.column_slices(self._terms, wait), self._watch), None
         except BaseException as error:  # an interruption too: the other ranks are told
             return ANY, error
 

@@ -167,10 +167,15 @@ def test_pages_show_the_table_of_what_there_is(page: str) -> None:
 
 
 def test_an_interrupted_run_leaves_nothing_and_still_reports() -> None:
-    """A supervisor ends the command alone, in the midst of scenarios."""
+    """A supervisor ends the command alone, in the midst of scenarios.
+
+    As a shell's background job it ignores SIGINT from the start, and so would its pytest.
+    """
     directory = Path(tempfile.mkdtemp(prefix="weightwire-"))  # short: it holds a socket
+    # The shell ignores it; what it becomes inherits that.
+    background = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     process = subprocess.Popen(
-        [BIN / "weightwire", "conformance", "memory", "-k", "not vllm"],
+        [*background, BIN / "weightwire", "conformance", "memory", "-k", "not vllm"],
         env={**os.environ, "TMPDIR": str(directory)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -93,16 +93,37 @@ def test_what_breaks_is_what_failed_or_was_missed(
     assert [found.check.name for found in _broken(findings, set(asked))] == broken
 
 
+PATIENT = """
+import pathlib, tempfile, time
+import weightwire
+from weightwire.doctor import Check
+
+def waits(options):
+    for child in pathlib.Path(tempfile.gettempdir()).glob("weightwire-doctor-*/child-*"):
+        (child / "waits").touch()
+    time.sleep(600)
+
+@weightwire.hookimpl
+def weightwire_describe_checks():
+    return [Check("patient.waits", "waits", "patient_plugin:waits", 300.0, "wait")]
+"""
+
+
 def test_an_interruption_ends_the_children_and_leaves_nothing(tmp_path: Path) -> None:
+    site = write_plugin(tmp_path / "site", "patient", PATIENT)
+    place = tmp_path / "place"
+    place.mkdir()
     program = str(Path(sys.executable).parent / "weightwire")
     process = subprocess.Popen(
-        [program, "doctor", "torch.gloo", "torch.tensors"],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        [program, "doctor", "patient"],
+        env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(site)},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        # Where tests run in a shell's background, SIGINT would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("weightwire-doctor-*/child-*/answers")):
+        while not list(place.glob("weightwire-doctor-*/child-*/waits")):
             assert time.monotonic() < deadline, "no child has begun"
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -110,8 +131,8 @@ def test_an_interruption_ends_the_children_and_leaves_nothing(tmp_path: Path) ->
     finally:
         process.kill()
         process.wait()
-    assert list(tmp_path.iterdir()) == []
-    mine = str(tmp_path).encode()
+    assert list(place.iterdir()) == []
+    mine = str(place).encode()
     assert [p for p in Path("/proc").glob("[0-9]*/cmdline") if mine in _command_line(p)] == []
 
 

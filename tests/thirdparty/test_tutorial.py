@@ -21,19 +21,23 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
+BEFORE, CHECKS = PAGE.split("## 8.")
+"""The last section's module is another."""
+
+
 @pytest.mark.parametrize(
-    ("language", "file"), [("python", "weightwire_acme.py"), ("toml", "pyproject.toml")]
+    ("language", "page", "file"),
+    [
+        ("python", BEFORE, "weightwire_acme.py"),
+        ("python", CHECKS, "weightwire_acme_doctor.py"),
+        ("toml", PAGE, "pyproject.toml"),
+    ],
 )
-def test_every_block_occurs_in_the_project(language: str, file: str) -> None:
-    source = (ACME / file).read_text()
-    assert blocks(language)
-    for block in blocks(language):
-        assert block in source
-
-
-def test_the_blocks_in_their_order_are_the_module() -> None:
+def test_the_blocks_in_their_order_are_the_project(language: str, page: str, file: str) -> None:
     """Whoever copies them one after another has the backend that the kit proves."""
-    assert lines("".join(blocks("python"))) == lines((ACME / "weightwire_acme.py").read_text())
+    source = (ACME / file).read_text()
+    assert all(block in source for block in blocks(language, page))
+    assert lines("".join(blocks(language, page))) == lines(source)
 
 
 def test_weightwire_lists_it_after_two_sections(tmp_path: Path) -> None:

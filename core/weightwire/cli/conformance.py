@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import itertools
 import signal
 import subprocess
 import sys
@@ -164,19 +163,29 @@ def _end_well(command: list[str], stdout: TextIO | None) -> int:
 
     It then ends the scenarios' processes, removes what they hold, and still reports.
     """
-    run = subprocess.Popen(command, stdout=stdout, start_new_session=True)
-    asked = itertools.count()
+    run: subprocess.Popen[bytes] | None = None
+    asked = 0
 
     def interrupt(number: int, frame: object) -> None:
-        if next(asked):
+        nonlocal asked
+        asked += 1
+        if run is None:
+            return  # it is told once it has started
+        if asked > 1:
             run.kill()  # whoever asks twice gets a hard end
         else:
             run.send_signal(signal.SIGINT)
 
+    # Before pytest starts: of what runs in the background SIGINT is ignored, which a process
+    # inherits, unless its parent handles it.
     before = {number: signal.signal(number, interrupt) for number in _ENDING}
     try:
+        run = subprocess.Popen(command, stdout=stdout, start_new_session=True)
+        if asked:
+            run.send_signal(signal.SIGINT)
         return run.wait()
     finally:
-        run.kill()
+        if run is not None:
+            run.kill()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from weightwire import ConfigError, PeerLost, TransferError, contract, hookimpl
 from weightwire.cuts import Cuts
-from weightwire.doctor import Check, CheckOptions, Verdict
 from weightwire.layout import slot_layout
 from weightwire.table import Region, Shard, TensorTable
 
@@ -298,22 +297,3 @@ class AcmeReceiver(contract.ReceiverTransport):
                 memory.detach()[overlap(region, shard)].copy_(staged)
         yield from link.tell(group)
         self._seals.append(seal)
-
-
-@hookimpl
-def weightwire_describe_checks() -> list[Check]:
-    tried, remedy = "bytes over TCP within this host", "see `ip addr` and the firewall's rules"
-    return [Check("acme.connect", tried, "weightwire_acme:connect", 20.0, remedy)]
-
-
-def connect(options: CheckOptions) -> Verdict:
-    with socket.create_server((AcmeConfig().host, 0)) as listener:
-        address = listener.getsockname()
-        with socket.create_connection(address, options.seconds / 2) as sender:
-            receiver, _ = listener.accept()
-            with receiver:
-                sender.sendall(sent := secrets.token_bytes(CHALLENGE_BYTES))
-                arrived = receiver.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-    if arrived != sent:
-        return Verdict.failed("other bytes arrived than were sent", "find out what is between")
-    return Verdict.ok(f"bytes arrive at {address[0]}", address=address[0])
