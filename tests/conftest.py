@@ -42,9 +42,9 @@ FIRST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(FIRST)}
+    places = {TESTS / name: place for place, name in enumerate(FIRST)}
 
     def place(item: pytest.Item) -> int:
-        return places.get(item.path.relative_to(TESTS).as_posix(), len(places))
+        return places.get(item.path, len(places))
 
     items.sort(key=place)  # stable: otherwise as they were collected

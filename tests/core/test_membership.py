@@ -310,6 +310,7 @@ def test_a_rank_that_stands_still_is_missed_by_its_rank_0(session):
     assert said.startswith("a rank 1 is gone")
     assert "lease of 2 s" in said
     session.write(member.lease_key(1), Lease(5))
+    clock.now += 1  # it looks again
     assert not look(siblings, clock, 1.0), "it has woken up"
 
 

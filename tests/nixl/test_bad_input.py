@@ -167,4 +167,3 @@ def test_an_agent_changes_nothing_of_the_process_that_makes_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
-    assert logging.raiseExceptions

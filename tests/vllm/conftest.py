@@ -1,4 +1,4 @@
-"""Real engines, built once a process and shared: one at a time fits a small machine."""
+"""Real engines, built once a file and shared: one at a time fits a small machine."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def room(directory: str) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Lab]]:
     from kinds import SEEDS, make
 
@@ -268,9 +268,9 @@ def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
         stop()
 
 
-@pytest.fixture(params=("qwen3", "qwen3-tied", "qwen3_moe"), scope="session")
+@pytest.fixture(params=("qwen3", "qwen3-tied", "qwen3_moe"), scope="module")
 def lab(request: pytest.FixtureRequest, labs: Callable[[str], Lab]) -> Lab:
-    """One kind after the other; pytest puts all modules' tests of a kind together."""
+    """One kind after the other; pytest puts a module's tests of a kind together."""
     return labs(request.param)
 
 
