@@ -18,7 +18,7 @@ import torch
 from gpu_children import Role
 from gpu_models import State
 from gpu_policies import config, shapes
-from gpu_roles import TIMEOUT, memory, profiled, release
+from gpu_roles import TIMEOUT, memory, profiled, release, timed_send
 
 import weightwire
 
@@ -73,12 +73,7 @@ class Policy(Role):
         return self.sender.session_url
 
     def send(self, version: int, trace: str | None = None) -> dict[str, Any]:
-        with profiled(trace):
-            began = time.perf_counter()
-            report = self.sender.send(version, wait="applied")
-            seconds = time.perf_counter() - began
-        return {"seconds": seconds, "phases": report.phases, "path": report.path,
-                "nbytes": report.nbytes}  # fmt: skip
+        return timed_send(self.sender, version, trace)
 
     def shut(self) -> None:
         self.sender.close()

@@ -14,7 +14,7 @@ from gpu_models import MODELS, State, digest, qwen3_8b
 
 import weightwire
 
-__all__ = ["Sink", "Source", "memory", "profiled", "release"]
+__all__ = ["Sink", "Source", "memory", "profiled", "release", "timed_send"]
 
 TIMEOUT = 60.0
 MODELS["qwen3-8b-cut"] = lambda: qwen3_8b(4)
@@ -55,6 +55,15 @@ def profiled(path: str | None) -> Any:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         yield
     profiler.export_chrome_trace(path)
+
+
+def timed_send(sender: Any, version: int, trace: str | None) -> dict[str, Any]:
+    with profiled(trace):
+        began = time.perf_counter()
+        report = sender.send(version, wait="applied")
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "phases": report.phases, "path": report.path,
+            "nbytes": report.nbytes}  # fmt: skip
 
 
 class Source(Role):
@@ -98,12 +107,7 @@ class Source(Role):
         return wanted
 
     def send(self, version: int, trace: str | None = None) -> dict[str, Any]:
-        with profiled(trace):
-            began = time.perf_counter()
-            report = self.sender.send(version, wait="applied")
-            seconds = time.perf_counter() - began
-        return {"seconds": seconds, "phases": report.phases, "path": report.path,
-                "nbytes": report.nbytes}  # fmt: skip
+        return timed_send(self.sender, version, trace)
 
     def memory(self) -> dict[str, int]:
         return memory(self.device)

@@ -10,6 +10,7 @@ from typing import Any
 
 from weightwire.contract import Policy
 from weightwire.lifecycle.history import offer_of, outcome_of, policies
+from weightwire.report import PhaseName
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver, Member
 from weightwire.session.membership import newest
@@ -17,7 +18,6 @@ from weightwire.session.records import (
     Applied,
     ErrorInfo,
     MemberRecord,
-    PhaseName,
     Ready,
     Retired,
     Started,

@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-__all__ = ["PHASES", "Phases", "Report", "VersionRecord", "together"]
+__all__ = ["PHASES", "PhaseName", "Phases", "Report", "VersionRecord", "together"]
 
-PHASES = (
+PhaseName = Literal[
     "offer",
     "ready",
     "stage",
@@ -21,7 +21,8 @@ PHASES = (
     "finalize",
     "verify",
     "commit",
-)
+]
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 """The one vocabulary of phases, used by reports, records, metrics and ``inspect``:
 
 ======== ====================================================================

@@ -15,6 +15,7 @@ that is under way gets a moment, and is then ended.  Whoever reads it is told, a
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -165,7 +166,8 @@ class HostCopies(WeightSource):
             return
         self._spec, self._copies, self._given = None, {}, {}
         wanted = sum(
-            _count(entry.shards[0].sizes) * DTYPES[entry.dtype].itemsize for entry in spec.entries
+            math.prod(entry.shards[0].sizes) * DTYPES[entry.dtype].itemsize
+            for entry in spec.entries
         )
         available = available_nbytes()
         if available is not None and wanted > available:
@@ -182,13 +184,6 @@ class HostCopies(WeightSource):
         for alias, carrier in spec.ties.items():
             self._given[alias] = self._given[carrier]
         self._spec = spec
-
-
-def _count(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 class HostSnapshot:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["data_parallel", "leave_together"]
+__all__ = ["answers_of_ranks", "data_parallel", "leave_together"]
 
 
 def data_parallel(size: int) -> list[dict[str, str]]:
@@ -27,6 +31,34 @@ def data_parallel(size: int) -> list[dict[str, str]]:
         }
         for rank in range(size)
     ]
+
+
+def answers_of_ranks(
+    command: Sequence[str], size: int, environment: Mapping[str, str], word: str
+) -> list[Any]:
+    """What each data-parallel rank, a process of its own, says on its line that begins so."""
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**environment, **of_rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for of_rank in data_parallel(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    answers = []
+    for stdout, stderr in outputs:
+        lines = [line for line in stdout.splitlines() if line.startswith(f"{word} ")]
+        assert lines, stderr[-4000:]
+        answers.append(json.loads(lines[0].removeprefix(f"{word} ")))
+    return answers
 
 
 def leave_together(directory: Path, name: str) -> None:

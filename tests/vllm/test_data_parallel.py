@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from data_parallel import data_parallel
+from data_parallel import answers_of_ranks
 
 import weightwire
 from weightwire_vllm.compare import Difference, Snapshot, compare
@@ -45,25 +43,4 @@ def difference(mine: str, other: str) -> Difference:
 
 
 def start(directory: Path, which: str, room: dict[str, str]) -> list[dict[str, str]]:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(CHILD), str(directory), which],
-            env={**room, **of_rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for of_rank in data_parallel(2)
-    ]
-    found = []
-    try:
-        outputs = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for stdout, stderr in outputs:
-        lines = [line for line in stdout.splitlines() if line.startswith("STATE ")]
-        assert lines, stderr[-4000:]
-        found.append(json.loads(lines[0].removeprefix("STATE ")))
-    return found
+    return answers_of_ranks([sys.executable, str(CHILD), str(directory), which], 2, room, "STATE")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from data_parallel import data_parallel
+from data_parallel import answers_of_ranks
 
 from weightwire_vllm.families import family_model
 from weightwire_vllm.models import save_checkpoint
@@ -74,28 +74,9 @@ SLICE = ("qwen3_moe tp=2 ep=2",)
 
 def plans_of_an_engine(command, dp, environment):
     """What each worker of a running engine plans; data-parallel ranks are a process each."""
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**environment, "VLLM_LOGGING_LEVEL": "ERROR", **of_rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for of_rank in data_parallel(dp)
-    ]
-    running = []
-    try:
-        outputs = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for stdout, stderr in outputs:
-        lines = [line for line in stdout.splitlines() if line.startswith("PLANS ")]
-        assert lines, stderr[-3000:]
-        running += json.loads(lines[0].removeprefix("PLANS "))
-    return running
+    changed = {**environment, "VLLM_LOGGING_LEVEL": "ERROR"}
+    answers = answers_of_ranks(command, dp, changed, "PLANS")
+    return [plan for of_rank in answers for plan in of_rank]
 
 
 @pytest.mark.parametrize(

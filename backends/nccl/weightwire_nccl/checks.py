@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 
 from weightwire.doctor.check import CheckOptions, Verdict
-from weightwire.doctor.children import Step, together
+from weightwire.doctor.machine import broadcasts_arrive
 
 __all__ = ["broadcast"]
 
@@ -25,12 +25,7 @@ def broadcast(options: CheckOptions) -> Verdict:
         )
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     ranks = min(torch.cuda.device_count(), _MOST_RANKS)
-    steps = [
-        Step("weightwire.doctor.machine:broadcast", ["nccl", rank, ranks, options.scratch])
-        for rank in range(ranks)
-    ]
-    sums = together(steps, options.scratch, options.seconds - 5)
-    if len(set(sums)) != 1:
+    if not broadcasts_arrive("nccl", ranks, options):
         return Verdict.failed(
             "a broadcast arrived with other bytes than were sent",
             "run nccl-tests with checks; try NCCL_P2P_DISABLE=1 to find the path at fault",

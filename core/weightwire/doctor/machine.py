@@ -11,7 +11,7 @@ import torch
 from weightwire.doctor.check import CheckOptions, Verdict
 from weightwire.doctor.children import Step, together
 
-__all__ = ["broadcast", "cuda", "gloo", "tensors"]
+__all__ = ["broadcast", "broadcasts_arrive", "cuda", "gloo", "tensors"]
 
 _NUMBERS = 1 << 18
 _MOST_RANKS = 2
@@ -77,16 +77,20 @@ def gloo(options: CheckOptions) -> Verdict:
             "torch is built without Gloo",
             "install torch from https://pytorch.org: sharded trainers and the nccl backend need it",
         )
-    steps = [
-        Step("weightwire.doctor.machine:broadcast", ["gloo", rank, _MOST_RANKS, options.scratch])
-        for rank in range(_MOST_RANKS)
-    ]
-    sums = together(steps, options.scratch, options.seconds - 5)
-    if len(set(sums)) != 1:
+    if not broadcasts_arrive("gloo", _MOST_RANKS, options):
         return Verdict.failed(
             "a broadcast arrived with other bytes than were sent", "replace this build of torch"
         )
     return Verdict.ok(f"{_NUMBERS * 8 >> 20} MiB broadcast between two processes")
+
+
+def broadcasts_arrive(library: str, ranks: int, options: CheckOptions) -> bool:
+    """Whether rank 0's bytes arrive at all ranks as they were sent; a process each."""
+    steps = [
+        Step("weightwire.doctor.machine:broadcast", [library, rank, ranks, options.scratch])
+        for rank in range(ranks)
+    ]
+    return len(set(together(steps, options.scratch, options.seconds - 5))) == 1
 
 
 def broadcast(library: str, rank: int, world_size: int, scratch: str) -> str:

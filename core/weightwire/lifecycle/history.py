@@ -8,10 +8,17 @@ from weightwire.contract import Policy
 from weightwire.errors import SessionError
 from weightwire.session import keys
 from weightwire.session.lease import Member
-from weightwire.session.records import MemberRecord, OfferRecord, Outcome
+from weightwire.session.records import MemberRecord, OfferRecord, Outcome, Retired, Started
 from weightwire.session.session import Session
 
-__all__ = ["finished_policies", "offer_of", "outcome_of", "policies", "readable_policies"]
+__all__ = [
+    "finished_policies",
+    "newest_published",
+    "offer_of",
+    "outcome_of",
+    "policies",
+    "readable_policies",
+]
 
 
 def policies(session: Session, incarnation: int) -> list[Policy]:
@@ -64,3 +71,18 @@ def readable_policies(session: Session, sender: Member) -> Iterator[Policy]:
             return
         limit = min(limit, record.resume_from)
         incarnation -= 1
+
+
+def newest_published(session: Session, sender: Member) -> Policy | None:
+    """The newest stored version that may be read: one that has started, or is finished."""
+    for policy in policies(session, sender.incarnation):
+        outcome = outcome_of(session, policy)
+        if outcome is not None and outcome.error is not None:
+            continue
+        if session.read(keys.version(policy, "started"), Started) is not None:
+            return policy
+    for policy in readable_policies(session, sender):
+        # What was dropped before its late outcome was seen isn't readable.
+        if session.read(keys.retired(policy), Retired) is None:
+            return policy
+    return None

@@ -17,6 +17,7 @@ from weightwire.errors import (
 )
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.lifecycle.history import (
+    newest_published,
     offer_of,
     outcome_of,
     policies,
@@ -145,21 +146,10 @@ class ReceiverMachine:
             )
 
     def _newest_published(self, sender: Member) -> OfferRecord | None:
-        for policy in policies(self.session, sender.incarnation):
-            outcome = outcome_of(self.session, policy)
-            if outcome is not None and outcome.error is not None:
-                continue
-            if self.session.read(keys.version(policy, "started"), Started) is None:
-                continue
-            return self._unless_current(policy)
-        for policy in readable_policies(self.session, sender):
-            # What was dropped before its late outcome was seen isn't readable.
-            if self.session.read(keys.retired(policy), Retired) is None:
-                return self._unless_current(policy)
-        return None
-
-    def _unless_current(self, policy: Policy) -> OfferRecord | None:
-        record = offer_of(self.session, policy) if policy != self.serving else None
+        policy = newest_published(self.session, sender)
+        if policy is None or policy == self.serving:
+            return None
+        record = offer_of(self.session, policy)
         if record is not None:
             self._refuse_other_offer(record)
         return record

@@ -32,18 +32,17 @@ class Agreement:
     Args:
         member: the side's incarnation.
         rank: this process's rank in it.
-        siblings: rank 0's, which somebody else bids look.
+        siblings: of rank 0, which somebody else bids look; None on the other ranks.
     """
 
     def __init__(
-        self, session: Session, member: Member, rank: int, siblings: Siblings | None = None
+        self, session: Session, member: Member, rank: int, siblings: Siblings | None
     ) -> None:
         self._session = session
         self._member = member
         self._rank = rank
         self._round = 0
         self._siblings = siblings
-        self._processes: dict[int, str] = {}
         self.world_size = member.record.world_size
 
     @property
@@ -194,21 +193,15 @@ class Agreement:
 
     def _refuse_lost(self, ranks: Iterable[int]) -> None:
         """Raise for a rank that answers no more: it stands still, or its process is gone."""
-        ranks = set(ranks)
-        if self._siblings is not None and ranks & self._siblings.lost:
-            raise self._siblings.describe(ranks & self._siblings.lost)
+        siblings, ranks = self._siblings, set(ranks)
+        if siblings is not None and ranks & siblings.lost:
+            raise siblings.describe(ranks & siblings.lost)
         for rank in sorted(ranks):
-            if rank not in self._processes:
-                place = self._member.key("ranks", str(rank))
-                joined = self._session.read(place, RankReport) if rank else None
-                self._processes[rank] = (
-                    joined.payload.decode("utf-8", "replace")
-                    if joined is not None
-                    else self._member.record.process
-                    if rank == 0
-                    else ""
-                )
-            if process.is_gone(self._processes[rank]):
+            if siblings is not None:
+                has_ended = siblings.has_ended(rank)
+            else:  # other ranks wait for rank 0 alone
+                has_ended = process.is_gone(self._member.record.process)
+            if has_ended:
                 raise PeerLost(
                     f"{self._name} rank {rank} is gone (its process ended): restart all ranks"
                 )

@@ -171,14 +171,18 @@ class Siblings:
         """Ranks that ended a while ago."""
         now = self._clock()
         for rank in range(1, self._member.record.world_size):
-            if rank not in self._processes:
-                joined = self._session.read(self._member.key("ranks", str(rank)), RankReport)
-                if joined is None:
-                    continue  # it is about to join
-                self._processes[rank] = joined.payload.decode("utf-8", "replace")
-            if process.is_gone(self._processes[rank]):
+            if self.has_ended(rank):
                 self._ended.setdefault(rank, now)
         return {rank for rank, when in self._ended.items() if now - when >= _LAST_WORDS}
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process was on this host, and is gone."""
+        if rank not in self._processes:
+            joined = self._session.read(self._member.key("ranks", str(rank)), RankReport)
+            if joined is None:
+                return False  # it is about to join
+            self._processes[rank] = joined.payload.decode("utf-8", "replace")
+        return process.is_gone(self._processes[rank])
 
     def _look_at_leases(self) -> None:
         ttl = self._member.record.lease_ttl

@@ -14,7 +14,7 @@ import hmac
 import itertools
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,7 @@ from weightwire import errors
 from weightwire.contract import Offer, Policy
 from weightwire.errors import AuthenticationError, PeerLost, SessionError, WeightWireError
 from weightwire.fingerprint import Fingerprint
-from weightwire.report import PHASES
+from weightwire.report import PHASES, PhaseName
 
 __all__ = [
     "Applied",
@@ -35,7 +35,6 @@ __all__ = [
     "MemberRecord",
     "OfferRecord",
     "Outcome",
-    "PhaseName",
     "PhaseSeconds",
     "RankReport",
     "RankReports",
@@ -61,18 +60,6 @@ Name = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-PhaseName = Literal[
-    "offer",
-    "ready",
-    "stage",
-    "announce",
-    "wait",
-    "fetch",
-    "replay",
-    "finalize",
-    "verify",
-    "commit",
-]
 PhaseSeconds = Annotated[
     dict[PhaseName, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=len(PHASES))
 ]
@@ -385,11 +372,7 @@ class Codec:
 
 def recorded(phases: Mapping[str, float]) -> dict[PhaseName, float]:
     """Seconds by phase as a record holds them."""
-    return {
-        cast(PhaseName, phase): max(0.0, seconds)
-        for phase, seconds in phases.items()
-        if phase in PHASES
-    }
+    return {phase: max(0.0, seconds) for phase, seconds in phases.items() if phase in PHASES}
 
 
 def unpack(payload: bytes, kind: type[T], who: str) -> T:

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from weightwire.deadline import Deadline
 from weightwire.errors import SessionError
-from weightwire.lifecycle.history import offer_of, outcome_of, policies, readable_policies
+from weightwire.lifecycle.history import (
+    newest_published,
+    offer_of,
+    outcome_of,
+    policies,
+    readable_policies,
+)
 from weightwire.plugins import registry
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver, Member
 from weightwire.session.membership import newest
-from weightwire.session.records import OfferRecord, Ready, Retired, Started, Status
+from weightwire.session.records import OfferRecord, Ready, Status
 from weightwire.session.session import Session
 
 if TYPE_CHECKING:
@@ -162,7 +168,7 @@ class _Looked:
         if self._sender is None:
             return None
         if self._flow() == "store":
-            policy = self._newest_stored()
+            policy = newest_published(self._session, self._sender)
             if policy is None or policy == serving:
                 return None
             record = offer_of(self._session, policy)
@@ -174,18 +180,6 @@ class _Looked:
             policy = next(self._finished(), None)
             record = offer_of(self._session, policy) if policy is not None else None
             return None if record is None else (record, True)
-        return None
-
-    def _newest_stored(self) -> Policy | None:
-        assert self._sender is not None  # noqa: S101 - asked of offers
-        for policy in policies(self._session, self._sender.incarnation):
-            outcome = outcome_of(self._session, policy)
-            failed = outcome is not None and outcome.error is not None
-            if not failed and self._session.read(keys.version(policy, "started"), Started):
-                return policy
-        for policy in self._finished():
-            if self._session.read(keys.retired(policy), Retired) is None:
-                return policy
         return None
 
     def _offered(self, member: Member, serving: Policy | None) -> OfferRecord | None:
