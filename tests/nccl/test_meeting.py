@@ -84,6 +84,7 @@ def test_who_waits_for_a_stopped_server_can_be_freed():
         other = Client("127.0.0.1", client._port, "sender rank 0")
         other.connect(5)
         os.kill(server.pid, signal.SIGSTOP)
+        os.waitpid(server.pid, os.WUNTRACED)  # until then it may still answer
         errors: list[BaseException] = []
 
         def wait() -> None:

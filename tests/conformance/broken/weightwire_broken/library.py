@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-import weightwire.lifecycle.receiver
+import weightwire.lifecycle.history
 import weightwire.mixing
 import weightwire.snapshot
 import weightwire.staging
@@ -159,13 +159,13 @@ class TakesTheVoid(Spoils, BrokenFilesystem):
     """Versions of an earlier sender count, whatever the new one resumes from."""
 
     def spoil(self):
-        readable = weightwire.lifecycle.receiver.readable_policies
+        readable = weightwire.lifecycle.history.readable_policies
 
         def all_policies(session, sender):
             record = msgspec.structs.replace(sender.record, resume_from=1 << 40)
             return readable(session, replace(sender, record=record))
 
-        weightwire.lifecycle.receiver.readable_policies = all_policies
+        weightwire.lifecycle.history.readable_policies = all_policies
 
 
 @broken
