@@ -305,6 +305,35 @@ class WeightReceiver(Handle):
             self._watch.start(Deadline(self._timeout))
             self._give_up(HandleError(reason))
 
+    def release_buffers(self) -> None:
+        """Give back the memory that receiving takes, until the next version makes it again.
+
+        For an engine that shares its GPU or host with a trainer: receive slots, their
+        registrations and what the target keeps for the next version go.  The target's weights
+        stay, and so does ``version``.  Each rank calls it for itself, or doesn't.  The next
+        version is planned anew, and costs what the first one did.
+
+        Raises:
+            HandleError: amid a version, or this receiver is closed, forked or busy.
+        """
+        self._take()
+        try:
+            if self._attempt is not None:
+                raise HandleError(
+                    f"release_buffers() amid {self._attempt.policy}: its bytes are in them; "
+                    "commit() or abort() first"
+                )
+            self._watch.start(Deadline(self._timeout))
+            with calling(self._watch.deadline):
+                self._release_buffers()
+        finally:
+            self._leave()
+
+    def _release_buffers(self) -> None:
+        self._replica.release_buffers()
+        if self._late is not None:
+            self._late._release_buffers()
+
     @contextlib.contextmanager
     def _resumed(self) -> Any:
         """A later part of a call: the same deadline, no new one."""

@@ -17,6 +17,7 @@ the version that it gave up.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -113,6 +114,15 @@ class Segment:
             policy.version,
             policy.attempt,
         )
+
+    def discard(self) -> None:
+        """Free the pages now, also those that others have mapped: all of it reads as zeros.
+
+        A reader that was left behind sees a generation that isn't the one it read by.
+        """
+        if hasattr(mmap, "MADV_REMOVE"):  # elsewhere they go with the last mapping
+            with contextlib.suppress(OSError):  # not every filesystem can
+                self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Remove the file if we made it; the memory goes with its last tensor."""

@@ -189,6 +189,8 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
                 self._fetched = False
                 receiver.commit()
                 self._mixed = False
+                if self._attached is not None and self._attached.release_buffers:
+                    receiver.release_buffers()
             elif not self._is_answered:
                 raise HandleError("no update to finish: update_weights failed or wasn't called")
             self._is_answered = False

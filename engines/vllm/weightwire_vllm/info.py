@@ -28,6 +28,8 @@ class InitInfo(BaseModel):
             unless the update says otherwise; None: the receiver's default.
         take_over: leave another session, or another id, that the engine is attached to;
             if False, that is an error.
+        release_buffers: give receive buffers back after each update, for a trainer that
+            shares the GPU or host.
         overlap, device, catch_up, lease_ttl, open_timeout: as ``weightwire.open_receiver``.
     """
 
@@ -38,6 +40,7 @@ class InitInfo(BaseModel):
     receiver_id: str = Field(min_length=1)
     timeout: Seconds | None = None
     take_over: bool = True
+    release_buffers: bool = False
     overlap: bool = False
     device: str | None = None
     catch_up: str | dict[str, Any] | None = None
