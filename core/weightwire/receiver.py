@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from weightwire.errors import (
     HandleError,
     PeerLost,
     SessionError,
+    TransferError,
     WeightWireError,
 )
 from weightwire.handle import Handle, close_all, slot_device
@@ -305,6 +306,27 @@ class WeightReceiver(Handle):
             self._watch.start(Deadline(self._timeout))
             self._give_up(HandleError(reason))
 
+    def invalidate(self, reason: str) -> None:
+        """The target's memory was overwritten or freed by somebody else.
+
+        From here on this replica holds no version, and is tainted, until a full sync succeeds.
+        Call it on every rank, before the memory goes.
+
+        Args:
+            reason: for ``tainted`` and ``weightwire inspect``.
+
+        Raises:
+            HandleError: amid a version, or this receiver is closed, forked or busy.
+            SessionError: the session couldn't be told; this handle knows all the same.
+        """
+        with self._between("invalidate"):
+            self._version = None
+            if self._rank == 0:
+                self._machine.lose(TransferError(reason))
+            else:
+                self._machine.serving = None
+                self._machine.tainted = ErrorInfo.of(TransferError(reason))
+
     def release_buffers(self) -> None:
         """Give back the memory that receiving takes, until the next version makes it again.
 
@@ -316,16 +338,21 @@ class WeightReceiver(Handle):
         Raises:
             HandleError: amid a version, or this receiver is closed, forked or busy.
         """
+        with self._between("release_buffers"):
+            self._release_buffers()
+
+    @contextlib.contextmanager
+    def _between(self, call: str) -> Iterator[None]:
+        """A call that wants no version under way."""
         self._take()
         try:
             if self._attempt is not None:
                 raise HandleError(
-                    f"release_buffers() amid {self._attempt.policy}: its bytes are in them; "
-                    "commit() or abort() first"
+                    f"{call}() amid {self._attempt.policy}: commit() or abort() it first"
                 )
             self._watch.start(Deadline(self._timeout))
             with calling(self._watch.deadline):
-                self._release_buffers()
+                yield
         finally:
             self._leave()
 

@@ -79,7 +79,7 @@ def test_amid_a_version_it_is_refused_by_name(make_fleet: MakeFleet, backend: st
     error = replica.first.start("release_buffers").error()
     assert error.kind == "HandleError"
     assert "amid version 1" in error.first
-    assert "commit() or abort() first" in error.first
+    assert "commit() or abort() it first" in error.first
     busy = sender.first.start("release_buffers", now=True).error()
     assert busy.kind == "HandleError"
     assert "busy with another call" in busy.first

@@ -65,6 +65,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self._fetched = False
         self._is_answered = False  # the version that was asked for was there already
         self._speaks = replica_layout(vllm_config).speaks
+        compat.watch_sleep(_told_of_sleep)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
         """Validated; ``init_transfer_engine`` raises what is wrong, with one voice."""
@@ -195,6 +196,21 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
                 raise HandleError("no update to finish: update_weights failed or wasn't called")
             self._is_answered = False
 
+    def sleeps(self, level: int) -> None:
+        """The worker is about to sleep: receive buffers go, and at level 2 the version does."""
+        receiver = self._receiver
+        if level >= 2:
+            self._mixed = True
+        if receiver is None or level < 1:
+            return
+        try:
+            if level >= 2:
+                receiver.invalidate("the engine's weights were discarded by sleep(level=2)")
+            receiver.release_buffers()
+        except WeightWireError as error:
+            # It knows itself; and vLLM's workers may not fail one without the other.
+            _log.error("the session wasn't told that the engine sleeps: %s", error)
+
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """No trainer sends through this class; vLLM before 0.32 asks every engine for it.
@@ -240,3 +256,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         if self._receiver is None:
             raise HandleError("no session: call init_weight_transfer_engine first")
         return self._receiver
+
+
+def _told_of_sleep(worker: Any, level: int) -> None:
+    for name in ("weight_transfer_engine", "_weightwire"):
+        engine = getattr(worker, name, None)
+        if isinstance(engine, WeightWireEngine):
+            engine.sleeps(level)

@@ -59,6 +59,7 @@ from weightwire_vllm.compat.workers import (
     register_trainer,
     replica_layout,
     update_request,
+    watch_sleep,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ __all__ = [
     "unwrapped",
     "update_request",
     "vllm_version",
+    "watch_sleep",
 ]
 
 CLAIMED = ("0.26", "0.32")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "ENGINE_NAME",
@@ -26,7 +28,10 @@ __all__ = [
     "register_trainer",
     "replica_layout",
     "update_request",
+    "watch_sleep",
 ]
+
+_WATCHED = "_weightwire_watched"
 
 ENGINE_NAME = "weightwire"
 """The backend's name in ``weight_transfer_config``."""
@@ -101,6 +106,29 @@ def end_update(engine: Any) -> None:
             caller._weight_update_active = False
             return
         frame = frame.f_back
+
+
+def watch_sleep(told: Callable[[Any, int], None]) -> None:
+    """Have ``told(worker, level)`` called before a worker of this process goes to sleep.
+
+    A second call changes nothing.
+    """
+    for name in ("gpu_worker", "cpu_worker", "xpu_worker"):
+        module = sys.modules.get(f"vllm.v1.worker.{name}")
+        for kind in list(vars(module).values()) if module is not None else ():
+            sleep = vars(kind).get("sleep") if isinstance(kind, type) else None
+            if sleep is not None and not hasattr(sleep, _WATCHED):
+                kind.sleep = _telling(sleep, told)
+
+
+def _telling(sleep: Callable[..., Any], told: Callable[[Any, int], None]) -> Callable[..., Any]:
+    @functools.wraps(sleep)
+    def telling(self: Any, level: int = 1) -> Any:
+        told(self, level)
+        return sleep(self, level)
+
+    setattr(telling, _WATCHED, True)
+    return telling
 
 
 def close_session(llm: Any, version: int | None) -> None:
