@@ -14,6 +14,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from weightwire_vllm.compat.adapters import (
+    Adapters,
+)
 from weightwire_vllm.compat.bare import (
     column_slices,
     model_of_rank,
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CLAIMED",
     "ENGINE_NAME",
+    "Adapters",
     "CheckpointEntry",
     "MoeKernel",
     "Registries",
