@@ -21,6 +21,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,7 +121,7 @@ class Segment:
 
         A reader that was left behind sees a generation that isn't the one it read by.
         """
-        if hasattr(mmap, "MADV_REMOVE"):  # elsewhere they go with the last mapping
+        if sys.platform == "linux":  # elsewhere they go with the last mapping
             with contextlib.suppress(OSError):  # not every filesystem can
                 self._map.madvise(mmap.MADV_REMOVE)
 
