@@ -161,7 +161,7 @@ def test_what_does_not_fit_changes_nothing(llm, model, tmp_path):
     del others[1].base_model.model.model.layers[1].mlp.up_proj.lora_A["default"]
     del others[1].base_model.model.model.layers[1].mlp.up_proj.lora_B["default"]
     words = [
-        r"q_proj.*\(2, 64\) is sent, \(4, 64\) is served",
+        r"down_proj' A: \(2, 96\) is sent, \(4, 96\) is served",
         r"layers.1.mlp.up_proj.*nothing is sent",
     ]
     for version, (other, word) in enumerate(zip(others, words, strict=True), 1):

@@ -108,6 +108,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         target: WeightTarget = self._target
         if init_info.adapter is not None:
             target = AdapterTarget(self._module, self.vllm_config, init_info.adapter)
+            compat.keep_adapters(self, lambda: self._is_for_adapter)
         self._receiver = weightwire.open_receiver(
             init_info.backend,
             session=init_info.session,

@@ -122,7 +122,7 @@ class Adapters:
         self._manager.activate_adapter(number)
         if hasattr(self._manager, "_pin_lora_in_cpu_cache"):
             # Evicted, it would be loaded from the path that requests name: an older one.
-            self._manager.pin_adapter(number)
+            self._manager._pin_lora_in_cpu_cache(number)
 
     def held(self, number: int) -> dict[str, Tensor]:
         """What the kernels read for an adapter, by layer."""

@@ -22,6 +22,7 @@ __all__ = [
     "config_context",
     "end_update",
     "init_request",
+    "keep_adapters",
     "leave_session",
     "module_of",
     "register_engine",
@@ -97,15 +98,44 @@ def end_update(engine: Any) -> None:
 
     The worker closes it itself only where ``update_weights`` raises, and not at
     all where ``finish_weight_update`` does; it refuses the next one while open.
-    The engine isn't given its worker, so that it is found among the callers.
     """
+    worker = _calling_worker(engine)
+    if worker is not None:
+        worker._weight_update_active = False
+
+
+def keep_adapters(engine: Any, wanted: Callable[[], bool]) -> None:
+    """Keep the calling vLLM worker from dropping its adapters after an update.
+
+    It takes any update for one of base weights: requests would then load from disk again
+    what has just been replaced in memory.
+
+    Args:
+        wanted: whether an update that ends now has left the base weights as they were.
+    """
+    worker = _calling_worker(engine)
+    runner = getattr(worker, "model_runner", None)
+    drop = getattr(runner, "reset_lora_state", None)  # not in vLLM before 0.32
+    if drop is None or hasattr(drop, _WATCHED):
+        return
+
+    def reset_lora_state() -> None:
+        if not wanted():
+            drop()
+
+    setattr(reset_lora_state, _WATCHED, True)
+    runner.reset_lora_state = reset_lora_state  # type: ignore[union-attr]
+
+
+def _calling_worker(engine: Any) -> Any:
+    """The engine isn't given its worker, so that it is found among the callers."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if caller is not None and getattr(caller, "weight_transfer_engine", None) is engine:
-            caller._weight_update_active = False
-            return
+            return caller
         frame = frame.f_back
+    return None
 
 
 def watch_sleep(told: Callable[[Any, int], None]) -> None:
