@@ -14,13 +14,13 @@ import pytest
 TESTS = Path(__file__).parent
 FIRST = (
     "vllm/test_server.py",
-    "conformance/test_culprits.py",
+    "cli/test_docs.py",
     "sharding/test_sharded_trainers.py",
+    "conformance/test_culprits.py",
     "vllm/test_plan.py",
     "conformance/test_command.py",
     "doctor/test_doctor.py",
     "vllm/test_engine.py",
-    "cli/test_docs.py",
     "sessions/test_stores.py",
     "cli/test_demo.py",
     "chaos/test_chaos.py",
