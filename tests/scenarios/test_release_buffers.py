@@ -46,7 +46,10 @@ def test_memory_falls_and_the_next_version_arrives_bit_for_bit(
     exchange(sender, 5, replica)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in BACKENDS[:2]), *BACKENDS[2:]],
+)
 def test_each_rank_releases_for_itself(make_fleet: MakeFleet, backend: str) -> None:
     fleet = make_fleet(backend)
     sender = fleet.sender(ranks=2)
