@@ -234,7 +234,8 @@ class SenderTransport(ABC):
        on whatever it had done until then.
 
     Between versions: ``drop(policy)`` for finished versions that nobody may
-    read any more (only with ``serves_finished``).  At the end ``close()``.
+    read any more (only with ``serves_finished``), and ``release_buffers()`` where
+    the trainer wants its memory; 1 follows it then.  At the end ``close()``.
     """
 
     keep: int | None = None
@@ -322,6 +323,16 @@ class SenderTransport(ABC):
     def drop(self, policy: Policy) -> None:
         """Delete a finished or void version; called on rank 0 when no reader holds it."""
 
+    def release_buffers(self) -> None:
+        """Give back the memory that only moving bytes takes: slots, registrations, buckets.
+
+        Called between versions, on any number of ranks, also twice in a row, or before the
+        first table.  ``set_table`` and ``describe`` follow before the next ``begin``, also
+        when the table is the same; where ``describe`` then says something else, receivers
+        must cope with it in ``begin``.  What has to outlive the version, such as connections
+        and what was published, stays.  By default nothing is held.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release everything.  Idempotent."""
@@ -340,7 +351,8 @@ class ReceiverTransport(ABC):
     5. or, at any point after 2 began, ``abort(error)``: also when ``begin`` raised, and of
        what was posted and not fetched.
 
-    At the end ``close()``.
+    Between versions ``release_buffers()`` where the engine wants its memory.  At the end
+    ``close()``.
     """
 
     path: str = ""
@@ -410,6 +422,13 @@ class ReceiverTransport(ABC):
     @abstractmethod
     def abort(self, error: BaseException) -> None:
         """Give the version up, and leave the transport fit for the next one.  Never waits long."""
+
+    def release_buffers(self) -> None:
+        """Give back the memory that only moving bytes takes; see the sender's.
+
+        ``set_plan`` and ``describe`` follow before the next ``begin``, also when the table
+        and the regions are the same.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -276,6 +276,14 @@ class Replica:
         attempt.told = True
         self._agreement.tell("offer", _DETOUR + msgspec.msgpack.encode(policy))
 
+    def release_buffers(self) -> None:
+        """Between versions: this rank's receive memory goes; the next version is planned anew."""
+        self._table_digest = ""
+        if self._plan is not None:
+            self._plan.release()
+        self._transport.release_buffers()
+        self._target.release_buffers()
+
     def forget_plan(self) -> None:
         """The target was planned for another table since."""
         self._table_digest = ""

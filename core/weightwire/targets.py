@@ -104,6 +104,9 @@ class WeightTarget(ABC):
         """
         return False
 
+    def release_buffers(self) -> None:
+        """Give back what is kept for the next version, which ``plan`` precedes; not the weights."""
+
     @abstractmethod
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         """Install one group.

@@ -169,6 +169,9 @@ class VllmTarget(WeightTarget):
         self._synchronize()
         self._update = None
 
+    def release_buffers(self) -> None:
+        self._spare.clear()
+
     def fingerprint(self, version: int) -> Fingerprint:
         """Of all parameters, as the kernels read them, and of what attention derives from them.
 

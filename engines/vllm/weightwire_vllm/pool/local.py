@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from weightwire.errors import (
@@ -13,6 +13,7 @@ from weightwire.errors import (
     UnsupportedOperation,
     WeightWireError,
 )
+from weightwire_vllm.outcome import asleep
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 
 __all__ = ["AsyncEngine", "OfflineEngine", "local_engine"]
@@ -42,6 +43,7 @@ class OfflineEngine(EngineControl):
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._has_weights = False  # it sleeps, and its weights don't
         self.name = "LLM"
 
     async def check(self, timeout: float) -> None:
@@ -53,7 +55,19 @@ class OfflineEngine(EngineControl):
             raise UnsupportedOperation("an LLM can't be paused while it generates: update it after")
 
     async def resume(self, timeout: float) -> None:
-        pass
+        if self._sleeps:
+            raise TransferError(f"{self.name}: {asleep('resume', ['kv_cache'])}")
+
+    async def is_paused(self, timeout: float) -> bool:
+        return self._sleeps
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        _run(self.name, lambda: self._llm.wake_up(tags=list(tags)))
+        self._has_weights = self._sleeps and "weights" in tags
+
+    @property
+    def _sleeps(self) -> bool:
+        return bool(self._llm.llm_engine.is_sleeping())
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
         _run(self.name, lambda: self._llm.init_weight_transfer_engine({"init_info": info}))
@@ -64,6 +78,8 @@ class OfflineEngine(EngineControl):
         _run(self.name, lambda: leave_session(self._llm))
 
     async def start(self, timeout: float) -> None:
+        if self._sleeps and not self._has_weights:
+            raise TransferError(f"{self.name}: {asleep('start_weight_update', ['weights'])}")
         _run(self.name, self._llm.start_weight_update)
 
     async def update(self, info: dict[str, Any], timeout: float) -> None:
@@ -99,6 +115,12 @@ class AsyncEngine(EngineControl):
 
     async def resume(self, timeout: float) -> None:
         await self._run(self._engine.resume_generation(), timeout)
+
+    async def is_paused(self, timeout: float) -> bool:
+        return bool(await self._run(self._engine.is_paused(), timeout))
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        await self._run(self._engine.wake_up(list(tags)), timeout)
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
         from weightwire_vllm.compat import init_request
