@@ -17,13 +17,13 @@ TOGETHER = ("vllm/test_server.py", "vllm/test_in_flight.py", "vllm/test_watch.py
 """These share servers: one process runs them all."""
 FIRST = (
     *TOGETHER,
-    "conformance/test_culprits.py",
+    "cli/test_docs.py",
     "sharding/test_sharded_trainers.py",
+    "conformance/test_culprits.py",
     "vllm/test_plan.py",
     "conformance/test_command.py",
     "doctor/test_doctor.py",
     "vllm/test_engine.py",
-    "cli/test_docs.py",
     "sessions/test_stores.py",
     "cli/test_demo.py",
     "chaos/test_chaos.py",

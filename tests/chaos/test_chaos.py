@@ -100,13 +100,13 @@ def test_three_hundred_versions_with_thirty_of_each_fault(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("backend", ["memory", "filesystem"])
 def test_a_session_server_behind_a_bad_network(
     run_chaos: RunChaos, redis_server: RedisServer, backend: str
 ) -> None:
     """All faults, and its connections slow and cut."""
-    report = run_chaos(backend, seed(), versions=100, each=10, **behind_a_proxy(redis_server))
+    report = run_chaos(backend, seed(), versions=300, each=30, **behind_a_proxy(redis_server))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"chaos_{backend}_redis.json").write_text(json.dumps(report.to_dict(), indent=1))
     assert report.ok, report.to_dict()

@@ -18,4 +18,5 @@ def test_the_benchmark_measures_verified_transfers(tmp_path):
         "memcpy", "raw_write", "raw_read",
         "safetensors_save", "safetensors_load", "safetensors_copy",
     }  # fmt: skip
+    assert isinstance(figures["verify_cost"], float)
     assert list(tmp_path.iterdir()) == []

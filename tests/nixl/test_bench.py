@@ -12,7 +12,7 @@ def test_the_benchmark_measures_verified_transfers(capfd):
     assert figures["tensors"] == 84
     assert abs(figures["nbytes"] - 4_000_000) < 40_000
     modes = set(figures["first"])
-    assert modes == {"staged", "zero_copy"}
+    assert modes == {"staged", "zero_copy", "unverified"}
     assert set(figures["median"]) == modes | {
         "raw_stage",
         "raw_move",

@@ -1,7 +1,8 @@
 """One rank of a real torch.distributed trainer that sends sharded weights; run as a process.
 
-Arguments: rank, world size, directory, backend.  For each layout that fits the world size
-it sends two versions in a session of its own and prints one JSON line a version.
+Arguments: rank, world size, directory, backends.  For each of these, and each layout that
+fits the world size, it sends two versions in a session of its own and prints one JSON line
+a version.
 """
 
 import json
@@ -121,30 +122,36 @@ def build(layout: str, version: int) -> nn.Module | dict[str, torch.Tensor | Loc
     raise AssertionError(layout)
 
 
+def send(backend: str, layout: str, directory: Path) -> None:
+    current, exported = Current(), Exported()
+    source = StreamingSource(exported) if layout == "streamed" else current
+    with weightwire.open_sender(
+        backend,
+        session=(directory / f"{backend} {layout}").as_uri(),
+        source=source,
+        group=dist.group.WORLD,
+        verify="full",
+        group_bytes=300,  # less than the largest tensor: it is cut
+        timeout=60,
+    ) as sender:
+        for version in (1, 2):
+            exported.version = version
+            if layout != "streamed":
+                current.built = build(layout, version)
+            report = sender.send(version)
+            line = {"backend": backend, "layout": layout, "nbytes": report.nbytes}
+            print(json.dumps(line), flush=True)
+
+
 def main() -> None:
     rank, world, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory / 'trainer'}", rank=rank, world_size=world
     )
-    for number, layout in enumerate(layouts(world, sys.argv[4])):
-        current, exported = Current(), Exported()
-        source = StreamingSource(exported) if layout == "streamed" else current
-        with weightwire.open_sender(
-            sys.argv[4],
-            session=f"file://{directory / str(number)}",
-            source=source,
-            group=dist.group.WORLD,
-            verify="full",
-            group_bytes=300,  # less than the largest tensor: it is cut
-            timeout=60,
-        ) as sender:
-            for version in (1, 2):
-                exported.version = version
-                if layout != "streamed":
-                    current.built = build(layout, version)
-                report = sender.send(version)
-                print(json.dumps({"layout": layout, "nbytes": report.nbytes}), flush=True)
+    for backend in sys.argv[4:]:
+        for layout in layouts(world, backend):
+            send(backend, layout, directory)
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ each measurement runs once, one after the other, so that all of them meet the
 same machine:
 
 * the transfer: ``publish`` and ``apply``, as seen by the trainer's clock;
+* ``unverified``: the same with ``verify="off"``; the transfer verifies as by default;
 * ``raw_write``, ``raw_read``: the same bytes in as many files, with as many
   threads, synced, and read into the engine's own memory;
 * ``safetensors_save``, ``_load``, ``_copy``: the library's way of doing it;
@@ -85,6 +86,7 @@ def show(result: dict[str, Any]) -> None:
         for name, value in figures["raw"].items():
             rows.setdefault(name, []).append(f"{value:.3f}")
         rows.setdefault("GB/s", []).append(f"{figures['gbps']:.2f}")
+        rows.setdefault("of it, verify", []).append(f"{figures['verify_cost']:.3f}")
         rows.setdefault("times raw write + read", []).append(f"{figures['times_raw']:.2f}")
         faster = f"{figures['times_faster_than_safetensors']:.2f}"
         rows.setdefault("times faster than safetensors", []).append(faster)
@@ -113,7 +115,7 @@ def _measure(
 def _rounds(trainer: _Trainer, engine: _Engine, directory: Path, repeats: int) -> dict[str, Any]:
     samples: dict[str, list[float]] = {}
     extra = 0
-    parts = [_transfer, _raw, _library]
+    parts = [_transfer, _unverified, _raw, _library]
     for number in range(repeats + 1):
         trainer.change()
         clock = _Clock()
@@ -122,6 +124,8 @@ def _rounds(trainer: _Trainer, engine: _Engine, directory: Path, repeats: int) -
             parts[(number + i) % len(parts)](trainer, engine, number, clock)
         if number:
             clock.times["total"] = clock.times["publish"] + clock.times["apply"]
+            clock.times["unverified"] = clock.times["unverified.publish"]
+            clock.times["unverified"] += clock.times["unverified.apply"]
             for name, seconds in (clock.times | clock.phases).items():
                 samples.setdefault(name, []).append(seconds)
             extra = max(extra, clock.extra)
@@ -146,6 +150,7 @@ def _rounds(trainer: _Trainer, engine: _Engine, directory: Path, repeats: int) -
         "gbps": trainer.nbytes / total / 1e9,
         "raw": {name: median[name] for name in (*raw, *library)},
         "times_raw": total / floor,
+        "verify_cost": total - median["unverified"],
         "times_faster_than_safetensors": sum(median[name] for name in library) / total,
         "peak_extra_bytes": extra,
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
@@ -163,6 +168,15 @@ def _transfer(trainer: _Trainer, engine: _Engine, number: int, clock: _Clock) ->
         clock.phases |= {f"{side}.{name}": t for name, t in report["phases"].items()}
     clock.extra = _peak_extra() + engine.ask("peak")
     if applied["version"] != number + 1 or engine.ask("digest") != trainer.digest():
+        raise TransferError(f"round {number}: the engine doesn't hold the trainer's bytes")
+
+
+def _unverified(trainer: _Trainer, engine: _Engine, number: int, clock: _Clock) -> None:
+    with clock("unverified.publish"):
+        trainer.publish(number + 1, verified=False)
+    with clock("unverified.apply"):
+        engine.ask("apply", "unverified")
+    if engine.ask("digest") != trainer.digest():
         raise TransferError(f"round {number}: the engine doesn't hold the trainer's bytes")
 
 
@@ -217,8 +231,8 @@ def _summary(report: weightwire.Report) -> dict[str, Any]:
     return {"version": report.version, "phases": dict(report.phases)}
 
 
-def _session(work: Path) -> str:
-    return (work / "session").as_uri()
+def _session(work: Path, *, verified: bool = True) -> str:
+    return (work / ("session" if verified else "unverified")).as_uri()
 
 
 def _raw_parts(nbytes: int, files: int) -> list[tuple[int, int]]:
@@ -239,9 +253,15 @@ class _Trainer:
         self.tensors = len(shapes)
         self._watch = Watch()
         self._workers = Workers(self.threads, self._watch)
-        self._sender = weightwire.open_sender(
-            _choice(threads), session=_session(work), source=self._state.tensors
-        )
+        self._senders = {
+            verified: weightwire.open_sender(
+                _choice(threads),
+                session=_session(work, verified=verified),
+                source=self._state.tensors,
+                verify="sample" if verified else "off",
+            )
+            for verified in (True, False)
+        }
 
     def change(self) -> None:
         """Other weights, as after an optimizer step."""
@@ -251,8 +271,8 @@ class _Trainer:
     def digest(self) -> str:
         return self._state.digest()
 
-    def publish(self, version: int) -> dict[str, Any]:
-        return _summary(self._sender.send(version))
+    def publish(self, version: int, *, verified: bool = True) -> dict[str, Any]:
+        return _summary(self._senders[verified].send(version))
 
     def raw_write(self) -> None:
         parts = _raw_parts(self.nbytes, self._files)
@@ -278,7 +298,8 @@ class _Trainer:
         (self._work / "saved.safetensors").unlink()
 
     def close(self) -> None:
-        self._sender.close()
+        for sender in self._senders.values():
+            sender.close()
         self._workers.close()
 
 
@@ -323,15 +344,18 @@ class _EngineProcess:
         self._other = torch.ones_like(self._state.words)
         self._watch = Watch()
         self._workers = Workers(config.thread_count, self._watch)
-        self._receiver = weightwire.open_receiver(
-            _choice(threads),
-            session=_session(work),
-            target=self._state.tensors,
-            receiver_id="engine",
-        )
+        self._receivers = {
+            verified: weightwire.open_receiver(
+                _choice(threads),
+                session=_session(work, verified=verified),
+                target=self._state.tensors,
+                receiver_id="engine",
+            )
+            for verified in (True, False)
+        }
 
-    def apply(self, _: str) -> dict[str, Any]:
-        return _summary(self._receiver.receive())
+    def apply(self, how: str) -> dict[str, Any]:
+        return _summary(self._receivers[how != "unverified"].receive())
 
     def raw_read(self, _: str) -> None:
         jobs: list[Callable[[], None]] = []
@@ -382,7 +406,8 @@ class _EngineProcess:
             command, _, argument = line.rstrip("\n").partition(" ")
             self._watch.start(Deadline(_TIMEOUT))
             print(json.dumps(commands[command](argument)), flush=True)  # noqa: T201 -- the reply
-        self._receiver.close()
+        for receiver in self._receivers.values():
+            receiver.close()
         self._workers.close()
 
 

@@ -5,6 +5,7 @@ with ``device="cuda"``.  In every round each measurement runs once, one after th
 other and in turns, so that all of them meet the same machine:
 
 * ``transfer``: ``send`` until it is applied, by the trainer's clock;
+* ``unverified``: the same with ``verify="off"``; the others verify as by default;
 * ``tiny``: the same for a model of 1,000 tiny tensors: what a version costs besides bytes;
 * ``raw_broadcast``: the same bytes, from and into the models' own memory, by
   ``broadcast`` of the same library in buckets of 256 MB;
@@ -104,6 +105,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(f"speed, as a share of the raw broadcast's: {result['share_of_raw']:.0%}")
+    console.print(f"what verify costs: {result['verify_cost'] * 1e3:.1f} ms of a version")
     console.print(f"path: {result['path']}")
     for name, found in result["phases"].items():
         phases = ", ".join(f"{phase} {seconds:.4f}" for phase, seconds in found.items())
@@ -135,6 +137,7 @@ def _rounds(side: _Side, child: _Child, repeats: int) -> dict[str, Any]:
         side.change(number)
         parts: dict[str, Callable[[], float]] = {
             "transfer": lambda n=number: send("model", n),  # type: ignore[misc]
+            "unverified": lambda n=number: send("unverified", n),  # type: ignore[misc]
             "tiny": lambda n=number: send("tiny", n),  # type: ignore[misc]
             "raw_broadcast": raw,
         }
@@ -174,6 +177,7 @@ def _rounds(side: _Side, child: _Child, repeats: int) -> dict[str, Any]:
         },
         "gbps": side.nbytes / median["transfer"] / 1e9,
         "share_of_raw": median["raw_broadcast"] / median["transfer"],
+        "verify_cost": median["transfer"] - median["unverified"],
         "tiny_overhead": median["tiny"],
         "path": reports["model"].path,
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
@@ -196,6 +200,7 @@ class _Side:
             flat = torch.zeros(-(-numel // 4), dtype=torch.int64, device=self.device)
             self.flat[name] = flat
             self.models[name] = views_of(flat.view(torch.bfloat16), shapes)
+        self.models["unverified"] = self.models["model"]
         self.nbytes = sum(tensor.nbytes for tensor in self.models["model"].values())
         self._group = _raw_group(work, rank, self.device)
         self.senders: dict[str, weightwire.WeightSender] = {}
@@ -207,7 +212,11 @@ class _Side:
         for name, model in self.models.items():
             url = f"tcp://127.0.0.1:0/{name}"
             self.senders[name] = weightwire.open_sender(
-                "nccl", session=url, source=model, timeout=_TIMEOUT
+                "nccl",
+                session=url,
+                source=model,
+                timeout=_TIMEOUT,
+                verify="off" if name == "unverified" else "sample",
             )
         return {name: sender.session_url for name, sender in self.senders.items()}
 

@@ -5,6 +5,7 @@ device.  In every round each measurement runs once, one after the other and in
 turns, so that all of them meet the same machine:
 
 * ``staged``, ``zero_copy``: ``send`` until it is applied, by the trainer's clock;
+* ``unverified``: as ``staged``, with ``verify="off"``: the others verify as by default;
 * ``raw_stage``, ``raw_replay``: one copy of the model into, or out of, a slot;
 * ``raw_move``, ``raw_move_live``: the same groups by prepared transfers, posted one
   after another, in the direction that the backend chose; from slot to slot, and from
@@ -75,7 +76,11 @@ def run(
     if directories or threads is not None:
         raise ConfigError("the nixl benchmark has neither directories nor threads: leave them out")
     device = device or "cpu"
-    modes: dict[str, dict[str, Any]] = {"staged": {}, "zero_copy": {"zero_copy": True}}
+    modes: dict[str, dict[str, Any]] = {
+        "staged": {},
+        "zero_copy": {"zero_copy": True},
+        "unverified": {},
+    }
     work = Path(tempfile.mkdtemp(prefix="weightwire-bench-"))
     try:
         setup = {"work": str(work), "nbytes": nbytes, "modes": modes}
@@ -123,6 +128,7 @@ def show(result: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
+    console.print(f"what verify costs, staged: {result['verify_cost'] * 1e3:.1f} ms of a version")
     for name, path in result["path"].items():
         console.print(f"path, {name}: {path}", highlight=False)
     for name, sides in result["phases"].items():
@@ -192,11 +198,13 @@ def _measure(side: Side, engine: _Child, repeats: int) -> dict[str, Any]:
         "staged": median["raw_stage"] + median["raw_move"] + replay,
         "zero_copy": median["raw_move_live"] + replay,
     }
+    least["unverified"] = least["staged"]
     return {
         "first": {name: first[name] for name in side.handles},
         "median": median,
         "samples": samples,
         "times_raw": {mode: median[mode] / least[mode] for mode in side.handles},
+        "verify_cost": median["staged"] - median["unverified"],
         "path": path,
         "phases": {
             mode: {

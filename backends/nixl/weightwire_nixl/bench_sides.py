@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -53,7 +53,8 @@ class Side:
 
     Args:
         role: ``"sender"`` or ``"receiver"``.
-        modes: options of the backend, by name; each has a session of its own.
+        modes: options of the backend, by name; each has a session of its own, and the one
+            called ``unverified`` has ``verify="off"``.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Side:
         for mode, options in modes.items():
             choice = {"backend": "nixl", **options}
             session = (work / mode).as_uri()
+            verify: Literal["off", "sample"] = "off" if mode == "unverified" else "sample"
             self.handles[mode] = (
-                weightwire.open_sender(choice, session=session, source=self.tensors)
+                weightwire.open_sender(choice, session=session, source=self.tensors, verify=verify)
                 if role == "sender"
                 else weightwire.open_receiver(
                     choice, session=session, target=self.tensors, receiver_id="engine"
