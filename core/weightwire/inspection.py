@@ -24,8 +24,9 @@ from weightwire.session.records import (
     Status,
 )
 from weightwire.session.session import Session
+from weightwire.units import printable
 
-__all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session", "printable"]
+__all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session"]
 
 _LONGEST_AGE = 1e9
 
@@ -152,13 +153,6 @@ def inspect_session(session: Session, observer: LeaseObserver, limit: int = 20) 
             for member in receivers
         ),
         versions=versions,
-    )
-
-
-def printable(text: str) -> str:
-    """Text of others without what a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
 
 

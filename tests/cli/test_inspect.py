@@ -20,7 +20,7 @@ import weightwire
 from weightwire.contract import Offer, Policy
 from weightwire.deadline import Deadline
 from weightwire.fingerprint import Fingerprint
-from weightwire.inspection import SessionView, inspect_session, printable
+from weightwire.inspection import SessionView, inspect_session
 from weightwire.report import PHASES
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver
@@ -35,6 +35,7 @@ from weightwire.session.records import (
 )
 from weightwire.session.session import Session
 from weightwire.session_page import session_page
+from weightwire.units import printable
 
 EVIL = "<script>alert(1)</script>\x1b[2J"
 
