@@ -24,7 +24,7 @@ from weightwire.session.records import (
     Status,
 )
 from weightwire.session.session import Session
-from weightwire.units import printable
+from weightwire.units import printable, rate
 
 __all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session"]
 
@@ -268,7 +268,7 @@ def _view_answer(name: str, state: str, ready: Ready | None, applied: Applied | 
         phase="commit" if state in ("offered", "started") and applied.error is None else "",
         nbytes=applied.nbytes,
         seconds=applied.seconds,
-        gbps=applied.nbytes / applied.seconds / 1e9 if applied.seconds > 0 else 0.0,
+        gbps=rate(applied.nbytes, applied.seconds),
         phases=_seconds(applied.phases),
         digest=printable(applied.digest),
         layout=printable(installed.layout) if installed is not None else "",

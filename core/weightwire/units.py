@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["human_bytes", "human_seconds", "printable"]
+__all__ = ["human_bytes", "human_seconds", "printable", "rate"]
+
+_MOST_RATE = 1e9
 
 
 def human_bytes(nbytes: float) -> str:
@@ -19,6 +21,11 @@ def human_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def rate(nbytes: float, seconds: float) -> float:
+    """In GB/s, and finite whatever a record says: JSON has no infinity."""
+    return min(_MOST_RATE, nbytes / seconds / 1e9) if seconds > 0 else 0.0
 
 
 def printable(text: str) -> str:
