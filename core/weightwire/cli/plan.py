@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.errors import ConfigError
 from weightwire.options import DEFAULT_GROUP_BYTES
 from weightwire.topology import parse_inference, parse_ranks, parse_trainer
@@ -49,8 +50,7 @@ def plan(
     topology = parse_inference(inference)
     if wire_dtype is not None and wire_dtype not in DTYPES:
         raise ConfigError(f"--wire-dtype {wire_dtype}: use one of {', '.join(DTYPES)}")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
+    refuse_page(html)
     request = PlanRequest(
         model=model,
         trainer=parse_trainer(trainer),
@@ -67,7 +67,7 @@ def plan(
             result.ranks.append(rank)
             progress.advance(task)
     if html is not None:
-        html.write_text(page(result), encoding="utf-8")
+        write_page(html, page(result))
     if as_json:
         print(json.dumps(result.as_json()))
     else:

@@ -80,8 +80,13 @@ class Replica:
 
     async def attach(self, deadline: Deadline) -> None:
         """Check the engine, and open its receivers; it stays as it is if it has them."""
-        await self.engine.check(_brief(deadline))
-        await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        try:
+            await self.engine.check(_brief(deadline))
+            await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        except (PeerLost, TransferTimeout) as error:
+            if self.state == "serving":
+                self.state, self.version, self.reason = "out", None, str(error)
+            raise
         seen = await self.look()
         self.version = seen.serving
         if self.state == "new":
