@@ -52,17 +52,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
-import torch
 from msgspec import Meta
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from weightwire.deadline import Watch
 from weightwire.errors import PluginError, TransferError
-from weightwire.table import Region, TensorTable
+
+if TYPE_CHECKING:  # commands that move nothing start without torch
+    import torch
+    from torch import Tensor
+
+    from weightwire.table import Region, TensorTable
 
 __all__ = [
     "API",
@@ -86,7 +89,6 @@ API = 1
 MAX_DESCRIPTION = 1 << 20
 """Bytes of the longest ``describe``."""
 
-CPU = torch.device("cpu")
 
 M = TypeVar("M")
 
@@ -181,6 +183,12 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     owner: int = -1
 
 
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Context:
     """What core tells a transport about where it runs.
@@ -212,7 +220,7 @@ class Context:
     overlap: bool
     watch: Watch
     goes_on_without_lost: bool = False
-    device: torch.device = CPU
+    device: torch.device = field(default_factory=_cpu)
 
 
 class SenderTransport(ABC):

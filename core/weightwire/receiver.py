@@ -25,11 +25,8 @@ from weightwire.errors import (
     WeightWireError,
 )
 from weightwire.handle import Handle, close_all, slot_device
-from weightwire.lifecycle import (
-    Commit,
-    Install,
-    ReceiverMachine,
-)
+from weightwire.lifecycle.acts import Commit, Install
+from weightwire.lifecycle.receiver import ReceiverMachine
 from weightwire.options import ReceiverOptions
 from weightwire.plugins import registry
 from weightwire.replica import Attempt, Replica

@@ -12,7 +12,7 @@ from weightwire.deadline import Deadline, Watch
 from weightwire.digest import combine
 from weightwire.errors import SessionError, TableMismatch, WeightWireError
 from weightwire.fingerprint import Fingerprint, combine_fingerprints
-from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
+from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report

@@ -21,8 +21,10 @@ from weightwire.contract import Context, Offer, SenderTransport, Wait
 from weightwire.deadline import Deadline, Watch, calling
 from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.handle import Handle, close_all, slot_device
-from weightwire.lifecycle import Offering, SenderMachine, Terms, Transfer, lost_readers
+from weightwire.lifecycle.acts import Transfer
 from weightwire.lifecycle.retention import Retention
+from weightwire.lifecycle.rollout import Terms
+from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
 from weightwire.options import SenderOptions
 from weightwire.placements import LocalShard
 from weightwire.plugins import registry

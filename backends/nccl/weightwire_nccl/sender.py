@@ -196,8 +196,8 @@ class NcclSender(SenderTransport):
         except WeightWireError as error:
             client.put(key, msgspec.msgpack.encode(Opening(offer.policy, error=str(error)[:4000])))
             raise
-        if opening.generation == 1 and epoch.id and self._server is not None:
-            self._server.forget(f"epoch/{epoch.id}/")
+        if opening.generation == 1 and epoch.id:
+            client.forget_all(f"epoch/{epoch.id}/")
         client.put(key, msgspec.msgpack.encode(opening))
 
     def _decide(

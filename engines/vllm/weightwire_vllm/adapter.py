@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightwire.errors import TableMismatch
-from weightwire.fingerprint import Fingerprint, Fingerprinter
+from weightwire.fingerprint import Fingerprint
+from weightwire.fingerprinting import Fingerprinter
 from weightwire.targets import MappingTarget, WeightTarget
 from weightwire_vllm import compat
 

@@ -37,7 +37,7 @@ class InitInfo(BaseModel):
         session: URL of the session.
         backend: name of the backend, or a mapping with its options.
         receiver_id: id of this replica; data-parallel replicas of one engine
-            get ``-dp<index>`` behind it.
+            get ``-dp<index>`` behind it, but for the first of a dense model.
         timeout: seconds for an update, from waiting for an offer to commit,
             unless the update says otherwise; None: the receiver's default.
         take_over: leave another session, or another id, that the engine is attached to;

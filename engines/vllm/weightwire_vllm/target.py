@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.errors import HandleError
-from weightwire.fingerprint import Fingerprint, Fingerprinter
+from weightwire.fingerprint import Fingerprint
+from weightwire.fingerprinting import Fingerprinter
 from weightwire.targets import WeightTarget
 from weightwire.trace import Program, Run, compile_tape
 from weightwire_vllm import compat

@@ -45,7 +45,8 @@ class ReplicaLayout:
     Attributes:
         rank: rank among the workers that share one copy of the model.
         world_size: number of those workers (tensor times pipeline parallel).
-        suffix: tells data-parallel replicas of one engine apart; empty for one.
+        suffix: tells data-parallel replicas of one engine apart; empty for one alone, and
+            for the first of a dense model.
         speaks: whether this worker raises the replica's errors.
     """
 
@@ -58,7 +59,10 @@ class ReplicaLayout:
 def replica_layout(vllm_config: Any) -> ReplicaLayout:
     """A worker's place, from its own parallel config."""
     parallel = vllm_config.parallel_config
-    suffix = f"-dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+    index = int(parallel.data_parallel_index)
+    # Of a dense model each data-parallel rank is an engine by itself, which says that it is
+    # one of one: the first can't tell that there are others, and the others have an index.
+    suffix = f"-dp{index}" if index or parallel.data_parallel_size > 1 else ""
     rank, world_size = int(parallel.rank), int(parallel.world_size)
     # MultiprocExecutor leaves the replies behind the first failing rank unread.
     # Under an external launcher every rank answers to a caller of its own.

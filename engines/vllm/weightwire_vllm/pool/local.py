@@ -13,7 +13,6 @@ from weightwire.errors import (
     UnsupportedOperation,
     WeightWireError,
 )
-from weightwire_vllm import compat
 from weightwire_vllm.outcome import asleep
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 
@@ -74,7 +73,9 @@ class OfflineEngine(EngineControl):
         _run(self.name, lambda: self._llm.init_weight_transfer_engine({"init_info": info}))
 
     async def detach(self, timeout: float) -> None:
-        _run(self.name, lambda: compat.leave_session(self._llm))
+        from weightwire_vllm.compat import leave_session
+
+        _run(self.name, lambda: leave_session(self._llm))
 
     async def start(self, timeout: float) -> None:
         if self._sleeps and not self._has_weights:
@@ -122,7 +123,9 @@ class AsyncEngine(EngineControl):
         await self._run(self._engine.wake_up(list(tags)), timeout)
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
-        request = compat.init_request(info)
+        from weightwire_vllm.compat import init_request
+
+        request = init_request(info)
         await self._run(self._engine.init_weight_transfer_engine(request), timeout)
 
     async def detach(self, timeout: float) -> None:
@@ -132,7 +135,9 @@ class AsyncEngine(EngineControl):
         await self._run(self._engine.start_weight_update(), timeout)
 
     async def update(self, info: dict[str, Any], timeout: float) -> None:
-        await self._run(self._engine.update_weights(compat.update_request(info)), timeout)
+        from weightwire_vllm.compat import update_request
+
+        await self._run(self._engine.update_weights(update_request(info)), timeout)
 
     async def finish(self, timeout: float) -> None:
         await self._run(self._engine.finish_weight_update(), timeout)

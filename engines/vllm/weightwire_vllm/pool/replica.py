@@ -80,8 +80,13 @@ class Replica:
 
     async def attach(self, deadline: Deadline) -> None:
         """Check the engine, and open its receivers; it stays as it is if it has them."""
-        await self.engine.check(_brief(deadline))
-        await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        try:
+            await self.engine.check(_brief(deadline))
+            await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        except (PeerLost, TransferTimeout) as error:
+            if self.state == "serving":
+                self.state, self.version, self.reason = "out", None, str(error)
+            raise
         seen = await self.look()
         self.version = seen.serving
         if self.state == "new":
@@ -95,7 +100,13 @@ class Replica:
         """Let one that failed serve what it held before; False if it isn't whole."""
         if not self.whole:
             return False
-        await self._resume({}, deadline)
+        try:
+            await self._resume({}, deadline)
+        except WeightWireError:
+            # Of several data-parallel ranks some may generate by now.
+            with contextlib.suppress(WeightWireError):
+                await self.engine.pause("keep", _brief(deadline))
+            raise
         self.state, self.reason = "serving", ""
         return True
 
@@ -113,9 +124,11 @@ class Replica:
         steps: dict[str, float] = {}
         self.state, self.whole = "updating", False
         began = time.perf_counter()
+        is_untouched = True
         try:
             with _timed(steps, "pause"):
                 await self.pause(mode, deadline)
+            is_untouched = False
             await self._wake_weights(steps, mode, deadline)
             with _timed(steps, "update"):
                 await self._bring(minimum, deadline)
@@ -128,7 +141,7 @@ class Replica:
         except BaseException as error:
             self.state, self.version = "out", None
             self.reason = str(error) or type(error).__name__
-            self.whole = is_whole(self.reason)
+            self.whole = is_untouched or is_whole(self.reason)
             raise
         self.state, self.version, self.reason = "serving", version, ""
         paused = time.perf_counter() - began

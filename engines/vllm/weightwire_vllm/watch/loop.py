@@ -137,7 +137,7 @@ class Watcher:
         try_again = 0.0
         while not self._stopping.is_set():
             try:
-                await self._claims.hold(self._options.timeout)
+                await self._claims.hold(self._options.timeout, replica.receiver_id)
                 seen = await self._joined(replica)
                 if last:
                     self._voice.says("back", replica.name, engine=replica.name)
