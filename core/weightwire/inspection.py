@@ -24,8 +24,9 @@ from weightwire.session.records import (
     Status,
 )
 from weightwire.session.session import Session
+from weightwire.units import printable, rate
 
-__all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session", "printable"]
+__all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session"]
 
 _LONGEST_AGE = 1e9
 
@@ -155,13 +156,6 @@ def inspect_session(session: Session, observer: LeaseObserver, limit: int = 20) 
     )
 
 
-def printable(text: str) -> str:
-    """Text of others without what a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
 def _with_lag(member: MemberView, versions: tuple[VersionView, ...]) -> MemberView:
     """How far a live receiver is behind what is finished."""
     if not member.alive:
@@ -274,7 +268,7 @@ def _view_answer(name: str, state: str, ready: Ready | None, applied: Applied | 
         phase="commit" if state in ("offered", "started") and applied.error is None else "",
         nbytes=applied.nbytes,
         seconds=applied.seconds,
-        gbps=applied.nbytes / applied.seconds / 1e9 if applied.seconds > 0 else 0.0,
+        gbps=rate(applied.nbytes, applied.seconds),
         phases=_seconds(applied.phases),
         digest=printable(applied.digest),
         layout=printable(installed.layout) if installed is not None else "",

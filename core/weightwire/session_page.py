@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from weightwire._version import __version__
 from weightwire.inspection import AnswerView, MemberView, SessionView, VersionView
 from weightwire.report import PHASES
-from weightwire.units import human_bytes, human_seconds
+from weightwire.units import human_bytes, human_seconds, rate
 
 __all__ = ["session_page"]
 
@@ -133,8 +133,8 @@ def _title(version: VersionView) -> str:
     title = f"version {version.version}{attempt} (#{version.incarnation}): {version.state}"
     title += f", {human_bytes(version.nbytes)}"
     if version.seconds:
-        rate = version.nbytes / version.seconds / 1e9
-        title += f" in {human_seconds(version.seconds)}, {rate:.2f} GB/s"
+        speed = rate(version.nbytes, version.seconds)
+        title += f" in {human_seconds(version.seconds)}, {speed:.2f} GB/s"
     return title
 
 

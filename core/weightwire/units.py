@@ -1,8 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and others' texts as people read them."""
 
 from __future__ import annotations
 
-__all__ = ["human_bytes", "human_seconds"]
+__all__ = ["human_bytes", "human_seconds", "printable", "rate"]
+
+_MOST_RATE = 1e9
 
 
 def human_bytes(nbytes: float) -> str:
@@ -19,3 +21,15 @@ def human_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def rate(nbytes: float, seconds: float) -> float:
+    """In GB/s, and finite whatever a record says: JSON has no infinity."""
+    return min(_MOST_RATE, nbytes / seconds / 1e9) if seconds > 0 else 0.0
+
+
+def printable(text: str) -> str:
+    """Text of others without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )

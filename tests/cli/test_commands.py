@@ -25,6 +25,32 @@ def test_version():
     assert run("--version").stdout.strip() == weightwire.__version__
 
 
+@pytest.mark.parametrize("arguments", [("--version",), ("backends", "--json"), ("backends",)])
+def test_a_full_disk_is_one_line(arguments):
+    program = str(Path(sys.executable).parent / "weightwire")
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [program, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "OSError: No space left on device: make room for what this command writes\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("backends", "--json"), ("backends",)])
+def test_a_reader_that_has_gone_is_no_traceback(arguments):
+    program = str(Path(sys.executable).parent / "weightwire")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone:
+        result = subprocess.run(
+            [program, *arguments], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert result.returncode == 1
+    assert result.stderr == ""
+
+
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("demo", "--steps", "0")])
 def test_a_wrong_command_line_exits_2(arguments):
     assert run(*arguments).returncode == 2

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import weightwire
+from weightwire.cli.page_file import write_page
 from weightwire.contract import Offer, Policy
 from weightwire.deadline import Deadline
 from weightwire.fingerprint import Fingerprint
-from weightwire.inspection import SessionView, inspect_session, printable
+from weightwire.inspection import SessionView, inspect_session
 from weightwire.report import PHASES
 from weightwire.session import keys
 from weightwire.session.lease import LeaseObserver
@@ -31,10 +32,12 @@ from weightwire.session.records import (
     OfferRecord,
     Outcome,
     Ready,
+    Record,
     Started,
 )
 from weightwire.session.session import Session
 from weightwire.session_page import session_page
+from weightwire.units import printable
 
 EVIL = "<script>alert(1)</script>\x1b[2J"
 
@@ -144,6 +147,64 @@ def test_what_others_write_is_data_on_the_page_and_on_the_terminal(session: Sess
     assert shown.returncode == 0
     assert "\x1b[2J" not in shown.stdout
     assert "\x1b" not in json.loads(run(session.url, "--json").stdout)["versions"][0]["error"]
+
+
+def test_numbers_without_bounds_are_still_json(session: Session) -> None:
+    policy = offer(session, 1, "a")
+    huge = Applied((1 << 63) - 1, 1e-307, phases={"fetch": 1e9})
+    session.write(keys.answer(policy, "applied", "a", 1), huge)
+    session.write(keys.version(policy, "outcome"), Outcome(None, 1e-307, 0.0))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    seen = json.loads(run(session.url, "--json").stdout, parse_constant=refuse)
+    assert seen["versions"][0]["answers"][0]["gbps"] == 1e9
+    assert "inf" not in session_page(look(session))
+
+
+def test_an_error_made_of_what_others_wrote_is_data_on_the_terminal(session: Session) -> None:
+    evil = type("\x1b[2J[bold]", (Record,), {}, frozen=True)
+    session.write("receivers/a/000001/record", evil())
+    result = run(session.url)
+    assert result.returncode == 1
+    assert "\x1b" not in result.stderr
+    first = result.stderr.splitlines()[0]
+    assert first.startswith(
+        "SessionError: record 'receivers/a/000001/record' is a '\\x1b[2J[bold]'"
+    )
+    assert first.endswith("is something else writing to this session?")
+
+
+def test_a_page_goes_to_what_a_link_or_a_pipe_leads_to(session: Session, tmp_path: Path) -> None:
+    page, link, pipe = (tmp_path / name for name in ("page.html", "link.html", "pipe"))
+    page.write_text("old")
+    link.symlink_to(page)
+    os.mkfifo(pipe)
+    run(session.url, "--html", str(link))
+    assert link.is_symlink()
+    assert "<svg" not in page.read_text()
+    assert "weightwire session" in page.read_text()
+    with ThreadPoolExecutor(1) as background:
+        reading = background.submit(pipe.read_text)
+        write_page(pipe, "through it")
+        assert reading.result(20) == "through it"
+    assert pipe.is_fifo()
+
+
+def test_an_interrupt_leaves_no_part_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_page(page, "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert page.read_text() == "old"
 
 
 def test_printable_keeps_what_is_readable() -> None:

@@ -120,7 +120,7 @@ def test_a_record_of_another_session_is_refused_naming_both():
 
 def test_a_record_of_another_kind_is_refused():
     assert str(refusal(codec(), codec().seal(KEY, Lease(1)), Outcome)) == (
-        f"record '{KEY}' is a Lease, not a Outcome"
+        f"record '{KEY}' is a 'Lease', not a Outcome: is something else writing to this session?"
     )
 
 
@@ -151,7 +151,7 @@ def test_an_oversized_record_is_refused_before_it_is_parsed(monkeypatch):
 def test_a_body_of_wrong_type_is_malformed(body):
     sealed = codec().seal(KEY, Lease(1)).replace(b'{"counter":1}', body)
     assert body in sealed
-    assert "is malformed: " in str(refusal(codec(), sealed))
+    assert "is malformed (" in str(refusal(codec(), sealed))
 
 
 @FAST

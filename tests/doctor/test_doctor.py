@@ -26,7 +26,10 @@ from doctor_rig import (
 
 import weightwire
 from weightwire.cli.doctor import _broken
+from weightwire.deadline import Deadline
 from weightwire.doctor import Check, Examination, Finding, Verdict
+from weightwire.session.records import Record
+from weightwire.session.session import Session
 
 WORK = (
     "host", "torch.tensors", "torch.gloo", "directory", "session", "memory",
@@ -109,7 +112,10 @@ def weightwire_describe_checks():
 """
 
 
-def test_an_interruption_ends_the_children_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_ends_the_children_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     site = write_plugin(tmp_path / "site", "patient", PATIENT)
     place = tmp_path / "place"
     place.mkdir()
@@ -126,8 +132,8 @@ def test_an_interruption_ends_the_children_and_leaves_nothing(tmp_path: Path) ->
         while not list(place.glob("weightwire-doctor-*/child-*/waits")):
             assert time.monotonic() < deadline, "no child has begun"
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        process.send_signal(number)
+        assert process.wait(60) == code
     finally:
         process.kill()
         process.wait()
@@ -325,6 +331,50 @@ def test_a_filesystem_that_misbehaves(
     assert fragment in found[1]
     assert remedy in found[2]
     assert list(place.iterdir()) == []
+
+
+DIES = """
+import os, signal
+from weightwire.doctor.directory import _place
+
+def dies(options):
+    with _place(options) as place:
+        (place / "record").touch()
+        print("x" * 10_000 + "last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_check_that_is_killed_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    check = Check("directory.dies", "dies", "dies:dies")
+    path = write_module(tmp_path / "path", "dies", DIES)
+    finding = examine(check, directory=place, path=path)["directory.dies"]
+    assert "SIGKILL" in finding.verdict.summary
+    assert finding.verdict.details["log"].endswith("last words\n")
+    assert len(finding.verdict.details["log"]) <= 4000
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--directory", "--session"])
+def test_bytes_that_are_no_text_are_wrong_usage(option: str) -> None:
+    wide = {"COLUMNS": "200"}
+    result = command("directory.fsync", option, "/tmp/\udcff", environment=wide)
+    assert result.returncode == 2
+    assert f"{option} '/tmp/\\udcff' isn't valid Unicode" in result.stderr
+
+
+def test_what_others_wrote_is_data_on_the_terminal(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'run'}"
+    session = Session.open(url, deadline=Deadline(10))
+    evil = type("\x1b[2J[bold]", (Record,), {}, frozen=True)
+    session.write("senders/000001/record", evil())
+    session.close()
+    result = command("session", "--session", url)
+    assert result.returncode == 1
+    assert "\x1b[2J" not in result.stdout
+    assert "is a '\\x1b[2J[bold]', not a MemberRecord: is something else" in result.stdout
 
 
 def test_a_directory_that_cannot_be_written() -> None:

@@ -190,6 +190,13 @@ def test_without_observers_no_record_is_made(
     sync(tmp_path, 1)
 
 
+def test_a_registry_takes_one_observer() -> None:
+    metrics = CollectorRegistry()
+    PrometheusObserver(metrics)
+    with pytest.raises(weightwire.ConfigError, match=r"has such metrics already .* of its own"):
+        PrometheusObserver(metrics)
+
+
 def test_what_is_no_observer_is_refused() -> None:
     with pytest.raises(weightwire.ConfigError, match=r"no weightwire\.Observer"):
         weightwire.observe(print)  # type: ignore[arg-type]

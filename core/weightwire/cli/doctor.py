@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
@@ -20,6 +23,7 @@ from rich.progress import Progress
 from weightwire._version import __version__
 from weightwire.doctor import Check, Examination, Finding
 from weightwire.doctor.builtin import CHECKS
+from weightwire.units import printable
 
 __all__ = ["SCHEMA", "doctor"]
 
@@ -51,8 +55,12 @@ def doctor(
     Each verdict comes from doing the thing, in child processes with deadlines.  Exit code 0:
     usable; 1: something is broken, or something that was asked for isn't here; 2: wrong usage.
     """
+    for option, given in (("--session", session), ("--directory", directory)):
+        if not _is_text(str(given)):
+            raise typer.BadParameter(f"{option} {str(given)!r} isn't valid Unicode: name another")
     place = str(directory.absolute()) if directory is not None else _directory_of(session)
     with (
+        _ended_by_sigterm(),
         Examination(session=session or "", directory=place) as here,
         Progress(console=Console(stderr=True), transient=True, disable=as_json) as progress,
     ):
@@ -79,6 +87,25 @@ def doctor(
     else:
         _show(findings, broken)
     raise typer.Exit(1 if broken else 0)
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has bytes that the children, and ``--json``, couldn't be told."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends this as an interrupt does: children and what they wrote go with it."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _directory_of(session: str | None) -> str:
@@ -160,10 +187,10 @@ def _show(findings: list[Finding], broken: list[Finding]) -> None:
         what = found.check.name.partition(".")[2]
         console.print(
             f"  [{_COLOURS[verdict.state]}]{verdict.state:8}[/]{escape(what)}: "
-            f"{escape(verdict.summary)}"
+            f"{escape(printable(verdict.summary))}"
         )
         if verdict.state in ("warning", "failed") or found in broken:
-            console.print(f"          [bold]remedy[/] {escape(verdict.remedy)}")
+            console.print(f"          [bold]remedy[/] {escape(printable(verdict.remedy))}")
     if broken:
         names = ", ".join(found.check.name for found in broken)
         console.print(f"[red]broken:[/] {escape(names)}")

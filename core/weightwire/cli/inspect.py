@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +14,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.deadline import Deadline
-from weightwire.errors import ConfigError
 from weightwire.inspection import SessionView, VersionView, inspect_session
 from weightwire.report import PHASES
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 from weightwire.session_page import session_page
-from weightwire.units import human_seconds
+from weightwire.units import human_seconds, rate
 
 __all__ = ["inspect"]
 
@@ -49,15 +48,14 @@ def inspect(
     ] = False,
 ) -> None:
     """Show versions, receivers, phases, rates, lags and mismatches of a session."""
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
+    refuse_page(html)
     opened = Session.open(session, deadline=Deadline(timeout), read_only=True)
     observer = LeaseObserver(opened)
 
     def look() -> SessionView:
         view = inspect_session(opened, observer, limit)
         if html is not None:
-            _write(html, session_page(view))
+            write_page(html, session_page(view))
         return view
 
     try:
@@ -76,18 +74,6 @@ def inspect(
                 time.sleep(interval)
     finally:
         opened.close()
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole, or not at all: a browser may be reloading it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(f"--html {path} can't be written ({reason}): name another") from error
 
 
 def _show_once(view: SessionView, as_json: bool) -> None:
@@ -162,7 +148,7 @@ def _versions(view: SessionView) -> Table:
             + (" (dropped)" if version.retired else ""),
             f"{version.nbytes / 1e9:.3f}",
             "" if version.seconds is None else f"{version.seconds:.3f}",
-            "" if not version.seconds else f"{version.nbytes / version.seconds / 1e9:.2f}",
+            "" if not version.seconds else f"{rate(version.nbytes, version.seconds):.2f}",
             f"{sum(v == 'yes' for v in version.ready.values())}/{len(version.roster)}",
             f"{sum(v == 'yes' for v in version.applied.values())}/{len(version.roster)}",
             _age(version.age_s),

@@ -6,6 +6,8 @@ remedy), 2 the command line is wrong, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -18,8 +20,12 @@ from weightwire._version import __version__
 from weightwire.cli import backends, bench, chaos, conformance, demo, doctor, inspect, plan
 from weightwire.errors import PluginError, WeightWireError
 from weightwire.plugins import registry
+from weightwire.units import printable
 
 __all__ = ["app", "main"]
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 
 
 class _Commands(TyperGroup):
@@ -94,14 +100,37 @@ def _root(
 def main() -> None:
     """Run the command; an error of weightwire's tree becomes one line and exit code 1."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a full disk can still be told
     except WeightWireError as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        first, _, rest = str(error).partition("\n")
-        console.print(f"[bold red]{type(error).__name__}:[/] ", end="")
-        console.print(first, markup=False)
-        if rest:
-            console.print(rest, markup=False)
+        _complain(type(error).__name__, str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _forget_output()
+        if error.errno != errno.EPIPE:  # whoever read it has gone, and knows
+            _complain("OSError", f"{error.strerror}: make room for what this command writes")
+        sys.exit(1)
+
+
+def _complain(kind: str, message: str) -> None:
+    """An error's name and message; what others wrote into it is data."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    first, _, rest = printable(message).partition("\n")
+    console.print(f"[bold red]{kind}:[/] ", end="")
+    console.print(first, markup=False)
+    if rest:
+        console.print(rest, markup=False)
+
+
+def _forget_output() -> None:
+    """Nothing more is written to stdout; the interpreter would try again, and say so."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.errors import ConfigError
-from weightwire.grouping import DEFAULT_GROUP_BYTES
-from weightwire.plan_page import page
-from weightwire.planning import Plan, PlanRequest, find_planner
-from weightwire.table import DTYPES
+from weightwire.options import DEFAULT_GROUP_BYTES
 from weightwire.topology import parse_inference, parse_ranks, parse_trainer
 from weightwire.units import human_bytes
+
+if TYPE_CHECKING:
+    from weightwire.planning import Plan
 
 __all__ = ["plan"]
 
@@ -42,11 +43,14 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page to look at.")] = None,
 ) -> None:
     """Show what each inference rank reads from whom, by the engine's own tracer; no weights."""
+    from weightwire.plan_page import page
+    from weightwire.planning import Plan, PlanRequest, find_planner
+    from weightwire.table import DTYPES
+
     topology = parse_inference(inference)
     if wire_dtype is not None and wire_dtype not in DTYPES:
         raise ConfigError(f"--wire-dtype {wire_dtype}: use one of {', '.join(DTYPES)}")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no directory {html.absolute().parent}")
+    refuse_page(html)
     request = PlanRequest(
         model=model,
         trainer=parse_trainer(trainer),
@@ -63,7 +67,7 @@ def plan(
             result.ranks.append(rank)
             progress.advance(task)
     if html is not None:
-        html.write_text(page(result), encoding="utf-8")
+        write_page(html, page(result))
     if as_json:
         print(json.dumps(result.as_json()))
     else:

@@ -27,7 +27,7 @@ __all__ = ["MOST_ANSWER", "Child", "Request", "Step", "together"]
 
 MOST_ANSWER = 4 << 20
 """Bytes of the longest answer that is read."""
-_MOST_LOG = 1 << 20
+_MOST_LOG = 4000
 _PAUSE = 0.02
 _GRACE = 30.0
 
@@ -114,9 +114,10 @@ class Child:
         return how + self._last_words()
 
     def log(self) -> str:
-        """What it and its libraries wrote."""
+        """The end of what it and its libraries wrote."""
         try:
             with self._log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_LOG))
                 return file.read(_MOST_LOG).decode(errors="replace")
         except OSError:
             return ""

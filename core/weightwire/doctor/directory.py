@@ -15,7 +15,16 @@ from typing import Any
 from weightwire.doctor.check import CheckOptions, Verdict
 from weightwire.doctor.children import Step, together
 
-__all__ = ["contend", "filesystem_kind", "fsync", "lock", "read_while", "rename", "replace_often"]
+__all__ = [
+    "contend",
+    "filesystem_kind",
+    "fsync",
+    "lock",
+    "read_while",
+    "remove_places",
+    "rename",
+    "replace_often",
+]
 
 _RECORD = 1 << 16
 _REPLACEMENTS = 300
@@ -24,6 +33,7 @@ _SYNCS = 7
 _SLOW_SYNC = 0.2
 _NAP = 0.0005
 _MEETING = 30.0
+_PLACE = "place"
 _NAME = "weightwire.doctor.directory:"
 _OF_ONE_HOST = frozenset(
     {"tmpfs", "ramfs", "overlay", "ext4", "ext3", "xfs", "btrfs", "zfs", "f2fs", "apfs"}
@@ -253,11 +263,20 @@ def _place(options: CheckOptions) -> Iterator[Path]:
     while not named.is_dir() and named != named.parent and not named.exists():
         named = named.parent
     place = named / f".weightwire-doctor-{secrets.token_hex(6)}"
+    with (Path(options.scratch) / _PLACE).open("a") as file:
+        file.write(f"{place.absolute()}\0")  # should this process be killed
     place.mkdir(mode=0o700)
     try:
         yield place
     finally:
         _remove(place)
+
+
+def remove_places(scratch: Path) -> None:
+    """What checks with this scratch directory left where they were sent: they were killed."""
+    with contextlib.suppress(OSError):
+        for place in (scratch / _PLACE).read_text().split("\0")[:-1]:
+            _remove(Path(place))
 
 
 def _remove(place: Path) -> None:

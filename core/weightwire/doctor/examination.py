@@ -17,6 +17,7 @@ import msgspec
 from weightwire.doctor.builtin import CHECKS
 from weightwire.doctor.check import Check, CheckOptions, Finding, State, Verdict
 from weightwire.doctor.children import Child, Step
+from weightwire.doctor.directory import remove_places
 
 __all__ = ["Examination", "examine"]
 
@@ -150,7 +151,7 @@ class Examination:
             summary = f"it hangs: no verdict within {check.seconds:g} s"
         else:
             summary = f"it crashed: its process {child.death()}"
-        details = {"log": child.log()[-4000:]}
+        details = {"log": child.log()}
         verdict = Verdict("failed", summary[:2000], check.remedy or _REMEDY, details)
         note(Finding(check, verdict, took))
         return done + 1
@@ -197,6 +198,8 @@ class Examination:
     def close(self) -> None:
         """End what still runs, and remove what it wrote.  Idempotent."""
         self._end_children()
+        for scratch in self._scratch.glob("directory.*"):
+            remove_places(scratch)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Examination:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def shared_memory(_: CheckOptions) -> Verdict:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            if sys.platform != "win32":
+                path.unlink()  # nothing is left, should this process be killed
             if hasattr(os, "posix_fallocate"):  # a sparse file would end a write with SIGBUS
                 os.posix_fallocate(descriptor, 0, _SHARED)
             else:

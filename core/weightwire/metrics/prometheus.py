@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from weightwire.errors import BackendUnavailable
+from weightwire.errors import BackendUnavailable, ConfigError
 from weightwire.observers import Observer
 from weightwire.report import VersionRecord
 
@@ -26,7 +26,7 @@ class PrometheusObserver(Observer):
 
     Raises:
         BackendUnavailable: prometheus-client isn't installed.
-        ValueError: the registry has these metrics already.
+        ConfigError: the registry has these metrics already.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -38,6 +38,15 @@ class PrometheusObserver(Observer):
                 "`pip install 'weightwire[metrics]'`"
             ) from error
         into = client.REGISTRY if registry is None else registry
+        try:
+            self._register(client, into)
+        except ValueError as error:
+            raise ConfigError(
+                f"PrometheusObserver: the registry has such metrics already ({error}): keep the "
+                "observer that it has, or give each observer a CollectorRegistry of its own"
+            ) from error
+
+    def _register(self, client: Any, into: CollectorRegistry) -> None:
         self._versions = client.Counter(
             "weightwire_versions",
             "Attempts at versions, by how they ended: published, applied or aborted.",

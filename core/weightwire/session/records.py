@@ -330,11 +330,16 @@ class Codec:
                 f"{self.session_id!r}: the session was made anew, open it again"
             )
         if envelope.kind != kind.__name__:
-            raise SessionError(f"record {key!r} is a {envelope.kind}, not a {kind.__name__}")
+            raise SessionError(
+                f"record {key!r} is a {envelope.kind!r}, not a {kind.__name__}: "
+                "is something else writing to this session?"
+            )
         try:
             record = msgspec.json.decode(envelope.body, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise SessionError(f"record {key!r} is malformed: {error}") from error
+            raise SessionError(
+                f"record {key!r} is malformed ({error}): run one weightwire version on all members"
+            ) from error
         return record, envelope.writer, envelope.sequence
 
     def _authenticate(self, key: str, envelope: _Envelope) -> None:

@@ -17,6 +17,7 @@ from weightwire.errors import (
     TransferTimeout,
     WeightWireError,
 )
+from weightwire.session import keys
 from weightwire_vllm.info import InitInfo, parse
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 from weightwire_vllm.pool.http import HttpEngine
@@ -111,6 +112,7 @@ class AsyncPool:
         }
         named = _named(engines)
         for receiver_id in named:
+            keys.validate_member_id(receiver_id)
             parse(InitInfo, "init_info", {**info, "receiver_id": receiver_id})
         catches_up = receiver_options.get("catch_up") is not None
         self._sight = Sight(session, token, catch_up=catches_up)
@@ -137,7 +139,7 @@ class AsyncPool:
             PeerLost, AuthenticationError, UnsupportedOperation: an engine can't be driven.
             ConfigError: it is attached to another session (``take_over=False``).
         """
-        deadline = Deadline(timeout or self._timeout)
+        deadline = self._deadline(timeout)
         await _all(replica.attach(deadline) for replica in self.replicas.values())
 
     async def update(
@@ -161,8 +163,12 @@ class AsyncPool:
         Raises:
             UpdateFailed: not all engines got it; ``report`` says which did.
         """
-        mode, caches = _checked(mode or self._mode, caches or self._caches)
-        deadline = Deadline(timeout or self._timeout)
+        mode, caches = _checked(
+            self._mode if mode is None else mode, self._caches if caches is None else caches
+        )
+        if version is not None:
+            keys.validate_version(version)
+        deadline = self._deadline(timeout)
         gate = _Gate()
 
         async def one(replica: Replica) -> ReplicaReport | None:
@@ -195,7 +201,7 @@ class AsyncPool:
 
     async def detach(self, timeout: float | None = None) -> None:
         """Make every engine leave the session; each keeps its weights."""
-        deadline = Deadline(timeout or self._timeout)
+        deadline = self._deadline(timeout)
         await _all(r.engine.detach(deadline.remaining()) for r in self.replicas.values())
 
     async def aclose(self) -> None:
@@ -209,6 +215,9 @@ class AsyncPool:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)
 
     async def _await_offer(
         self, replica: Replica, version: int | None, deadline: Deadline
@@ -320,6 +329,7 @@ class _Gate:
         self._out = 0
         self._changed = asyncio.Condition()
         self._most: int | None = None
+        self._is_off = False
 
     def at_most(self, most: int | None) -> Self:
         self._most = most
@@ -327,7 +337,9 @@ class _Gate:
 
     async def __aenter__(self) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._most is None or self._out < self._most)
+            await self._changed.wait_for(
+                lambda: self._is_off or self._most is None or self._out < self._most
+            )
             self._out += 1
 
     async def __aexit__(self, *exc: object) -> None:
@@ -336,7 +348,7 @@ class _Gate:
             if exc[0] is None:
                 self._out -= 1
             else:
-                self._most = None  # the others hear the rest from their own receivers
+                self._is_off = True  # the others hear the rest from their own receivers
             self._changed.notify_all()
 
 

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightwire.deadline import Deadline
 from weightwire.errors import PeerLost, TransferError, TransferTimeout, WeightWireError
-from weightwire_vllm.outcome import is_whole
+from weightwire_vllm.outcome import is_asleep, is_whole
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 from weightwire_vllm.pool.sight import ReplicaSight, Sight
+
+if TYPE_CHECKING:
+    from weightwire.contract import Policy
 
 __all__ = ["CachePolicy", "Replica", "ReplicaReport", "State"]
 
@@ -31,7 +34,8 @@ class ReplicaReport:
     Attributes:
         version: what it serves now.
         paused_seconds: from asking it to pause until it generates again.
-        seconds: by step: ``pause``, ``update``, ``verify``, ``caches``, ``resume``.
+        seconds: by step: ``pause``, ``update``, ``verify``, ``caches``, ``resume``; and
+            ``wake``, if it slept: its weights before the update, and the rest after it.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Replica:
         state: ``new`` until it is attached; ``out`` after a failure: it is paused, and no
             requests should be sent to it until an update succeeds.
         version: what it was last seen to serve.
+        applied: what the last update here brought to it.
         reason: why it is out.
         whole: whether one that is out holds what it held before.
     """
@@ -59,6 +64,7 @@ class Replica:
         self.receiver_id = receiver_id
         self.state: State = "new"
         self.version: int | None = None
+        self.applied: Policy | None = None
         self.reason = ""
         self.whole = False
         self._sight = sight
@@ -74,8 +80,13 @@ class Replica:
 
     async def attach(self, deadline: Deadline) -> None:
         """Check the engine, and open its receivers; it stays as it is if it has them."""
-        await self.engine.check(_brief(deadline))
-        await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        try:
+            await self.engine.check(_brief(deadline))
+            await self.engine.attach(self._info, max(deadline.remaining(), 0.1))
+        except (PeerLost, TransferTimeout) as error:
+            if self.state == "serving":
+                self.state, self.version, self.reason = "out", None, str(error)
+            raise
         seen = await self.look()
         self.version = seen.serving
         if self.state == "new":
@@ -90,7 +101,7 @@ class Replica:
         if not self.whole:
             return False
         try:
-            await self.engine.resume(_brief(deadline))
+            await self._resume({}, deadline)
         except WeightWireError:
             # Of several data-parallel ranks some may generate by now.
             with contextlib.suppress(WeightWireError):
@@ -118,6 +129,7 @@ class Replica:
             with _timed(steps, "pause"):
                 await self.pause(mode, deadline)
             is_untouched = False
+            await self._wake_weights(steps, mode, deadline)
             with _timed(steps, "update"):
                 await self._bring(minimum, deadline)
             with _timed(steps, "verify"):
@@ -125,8 +137,7 @@ class Replica:
             if caches == "reset":
                 with _timed(steps, "caches"):
                     await self.engine.reset_caches(_brief(deadline))
-            with _timed(steps, "resume"):
-                await self.engine.resume(_brief(deadline))
+            await self._resume(steps, deadline)
         except BaseException as error:
             self.state, self.version = "out", None
             self.reason = str(error) or type(error).__name__
@@ -136,11 +147,40 @@ class Replica:
         paused = time.perf_counter() - began
         return ReplicaReport(self.name, self.receiver_id, version, paused, steps)
 
-    async def _bring(self, minimum: int | None, deadline: Deadline) -> None:
-        """vLLM's three calls.  Where one's answer is lost, the session knows what came of it."""
-        before = (await self.look()).holding
+    async def _wake_weights(
+        self, steps: dict[str, float], mode: PauseMode, deadline: Deadline
+    ) -> None:
+        """Start the update; an engine that sleeps gets the memory of its weights first."""
         try:
             await self._start(deadline)
+        except TransferError as error:
+            if not is_asleep(str(error)):
+                raise
+        else:
+            return
+        with _timed(steps, "wake"):
+            with contextlib.suppress(TransferError):
+                # If nothing else slept it goes on by itself, unless its weights are no version's.
+                await self.engine.wake(["weights"], max(deadline.remaining(), 0.1))
+            await self.pause(mode, deadline)
+            await self._start(deadline)
+
+    async def _resume(self, steps: dict[str, float], deadline: Deadline) -> None:
+        try:
+            with _timed(steps, "resume"):
+                await self.engine.resume(_brief(deadline))
+        except TransferError as error:
+            if not is_asleep(str(error)):
+                raise
+            with _timed(steps, "wake"):
+                await self.engine.wake(["kv_cache"], max(deadline.remaining(), 0.1))
+            with _timed(steps, "resume"):
+                await self.engine.resume(_brief(deadline))
+
+    async def _bring(self, minimum: int | None, deadline: Deadline) -> None:
+        """The rest of vLLM's calls; where an answer is lost, the session knows what came of it."""
+        before = (await self.look()).holding
+        try:
             left = max(deadline.remaining(), 0.1)
             # A little less for the receiver, so that its own error arrives.
             info = {"version": minimum, "timeout": max(left * 0.95 - 0.2, 0.1)}
@@ -183,6 +223,7 @@ class Replica:
                 f"{self.name} names its tokens after version {said!r} and holds {version}: "
                 "is something else updating it?"
             )
+        self.applied = seen.holding
         return version
 
 
@@ -196,4 +237,4 @@ def _timed(steps: dict[str, float], step: str) -> Any:
     try:
         yield
     finally:
-        steps[step] = time.perf_counter() - began
+        steps[step] = steps.get(step, 0.0) + time.perf_counter() - began

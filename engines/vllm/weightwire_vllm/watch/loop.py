@@ -137,11 +137,14 @@ class Watcher:
         try_again = 0.0
         while not self._stopping.is_set():
             try:
-                await self._claims.hold(self._options.timeout)
+                await self._claims.hold(self._options.timeout, replica.receiver_id)
                 seen = await self._joined(replica)
                 if last:
                     self._voice.says("back", replica.name, engine=replica.name)
                 last, rest = "", self._options.poll
+                if await self._rests(replica, seen):
+                    await self._rest(rest)
+                    continue
                 if seen.attempt != tried:
                     tried, tries, try_again = seen.attempt, 0, 0.0
                 if seen.wanted is not None and time.monotonic() >= try_again:
@@ -168,6 +171,9 @@ class Watcher:
             await replica.attach(Deadline(self._options.timeout))
             self._voice.says("attached", replica.name, engine=replica.name)
             seen = await replica.look()
+        if await self._rests(replica, seen):
+            self._metrics.state(replica.name, None, in_service=False)
+            return seen
         if seen.serving is None and seen.behind and replica.state == "serving":
             await replica.pause(self._options.mode, Deadline(self._options.timeout))
             replica.state, replica.reason = "out", "it holds no version of this session yet"
@@ -175,6 +181,12 @@ class Watcher:
         replica.version = seen.serving
         self._metrics.state(replica.name, seen.serving, in_service=replica.state == "serving")
         return seen
+
+    async def _rests(self, replica: Replica, seen: ReplicaSight) -> bool:
+        """Whether it was put to sleep with what is there for it: the next version wakes it."""
+        if seen.serving is not None or seen.attempt is None or seen.attempt != replica.applied:
+            return False
+        return replica.state == "serving" and await replica.engine.is_paused(10.0)
 
     async def _update(self, replica: Replica, version: int) -> bool:
         options = self._options

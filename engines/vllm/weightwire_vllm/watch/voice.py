@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from weightwire.units import printable
 from weightwire_vllm.pool import ReplicaReport
 
 __all__ = ["Voice"]
+
+_log = logging.getLogger("weightwire.vllm")
 
 
 class Voice:
@@ -24,12 +31,18 @@ class Voice:
         self._versions: dict[int, dict[str, ReplicaReport | str]] = {}
 
     def says(self, event: str, text: str, **fields: Any) -> None:
-        """One line; its first line is what a person needs."""
+        """One line; its first line is what a person needs.
+
+        Nobody who listens, or a full disk, is no reason to leave engines as they are.
+        """
+        line = f"{time.strftime('%H:%M:%S')} {event}: {printable(text)}"
         if self._as_json:
-            line = {"time": time.time(), "event": event, **fields, "message": text}
-            print(json.dumps(line), flush=True)
-        else:
-            print(f"{time.strftime('%H:%M:%S')} {event}: {text}", flush=True)
+            line = json.dumps({"time": time.time(), "event": event, **fields, "message": text})
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            _log.warning("standard output can't be written (%s): nothing more is said", error)
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as this process
 
     def heard(self, version: int, engine: str, outcome: ReplicaReport | str, missing: int) -> None:
         """An engine has a version, or failed to get it.
