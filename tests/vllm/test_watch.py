@@ -172,8 +172,9 @@ def test_a_server_that_wants_a_key_is_refused_until_it_is_given(servers, session
     b = servers["B"]
     refused = watching(*engine(b))
     assert refused.end(None) == 1
-    assert "401" in refused.error
-    assert "--api-key-env" in refused.error
+    error = refused.error
+    assert "401" in error
+    assert "--api-key-env" in error
     watch = watching(*engine(b), "--api-key-env", "WW_TEST_KEY", WW_TEST_KEY=b.key)
     watch.await_("attached")
     assert watch.end() == 0
