@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-TOGETHER = ("vllm/test_server.py", "vllm/test_in_flight.py", "vllm/test_watch.py")
+TOGETHER = tuple(f"vllm/test_{name}.py" for name in ("server", "in_flight", "sleep", "watch"))
 """These share servers: one process runs them all."""
 FIRST = (
     *TOGETHER,

@@ -242,7 +242,8 @@ class Server:
         """A request is in flight, whatever happens meanwhile; its client goes at the end."""
         body = self._asking(tokens, LONGEST - len(tokens) - 1) | {"stream": True}
         with self.client.stream("POST", "/inference/v1/generate", json=body) as answer:
-            next(answer.iter_raw())
+            chunks = answer.iter_raw()  # without which the connection would be closed
+            next(chunks)
             yield
 
     def generate(self, tokens: list[int], most: int = 8) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 import pytest
-from server_rig import Server, checkpoint, model
+from server_rig import PROMPT, model
 from watch_rig import Watch
 
 import weightwire
@@ -22,25 +22,10 @@ from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 from weightwire.vllm import Pool, UpdateFailed
 
-PROMPT = [5, 6, 7, 9]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    root = tmp_path_factory.mktemp("server")
-    made = Server(checkpoint("A", root), root / "A.log")
-    try:
-        made.start()
-        made.ready()
-        yield made
-    finally:
-        made.client.close()
-        made.stop()
-
 
 @pytest.fixture
-def session(tmp_path):
-    return f"file://{tmp_path / 'run'}"
+def server(servers):
+    return servers["A"]
 
 
 def send(session, version, which, **options):
