@@ -20,7 +20,7 @@ demo: setup
 	$(ENV) $(BIN)/weightwire demo
 
 test: setup
-	$(ENV) $(BIN)/pytest -m "not soak" --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(ENV) $(BIN)/pytest -m "not soak" --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup
 	$(ENV) $(BIN)/python scripts/soak.py $(ARGS)

@@ -68,7 +68,7 @@ def make_checkpoint(path: Path) -> Path:
     return path
 
 
-def start_server(checkpoint: Path, log: Path) -> tuple[str, subprocess.Popen[bytes]]:
+def start_server(checkpoint: Path, log: Path, *more: str) -> tuple[str, subprocess.Popen[bytes]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -86,7 +86,7 @@ def start_server(checkpoint: Path, log: Path) -> tuple[str, subprocess.Popen[byt
     }
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [*command, *options, *where, *tokens, *transfer],
+            [*command, *options, *where, *tokens, *transfer, *more],
             env=environment,
             stdout=output,
             stderr=output,

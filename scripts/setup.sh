@@ -23,6 +23,6 @@ $pip install --quiet --requirement "$requirements"
 # is below what vLLM brings; its generated modules work with that.
 $pip install --quiet --no-deps "modelexpress==0.7.0"
 $pip install --quiet grpcio protobuf google-crc32c
-$pip install --quiet --editable '.[vllm,nixl,redis,metrics,conformance,dev,docs]'
+$pip install --quiet --editable '.[vllm,nixl,redis,metrics,conformance,examples,dev,docs]'
 VENV="$venv" scripts/install_redis.sh
 touch "$venv/.ready"

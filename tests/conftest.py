@@ -8,12 +8,15 @@ alternate with others.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parent
+TOGETHER = ("vllm/test_server.py", "vllm/test_in_flight.py", "vllm/test_watch.py")
+"""These share servers: one process runs them all."""
 FIRST = (
-    "vllm/test_server.py",
+    *TOGETHER,
     "cli/test_docs.py",
     "sharding/test_sharded_trainers.py",
     "conformance/test_culprits.py",
@@ -31,7 +34,10 @@ FIRST = (
     "cli/test_commands.py",
     "vllm/test_families.py",
     "nixl/test_faults.py",
-    "vllm/test_extension.py",
+    "vllm/test_in_process.py",
+    "examples/test_examples.py",
+    "vllm/test_sleep.py",
+    "vllm/test_adapter.py",
     "faults/test_loss.py",
     "faults/test_interrupts.py",
     "core/test_membership.py",
@@ -48,3 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return places.get(item.path, len(places))
 
     items.sort(key=place)  # stable: otherwise as they were collected
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, with some files as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = str(super()._split_scope(nodeid))
+            return TOGETHER[0] if scope.endswith(TOGETHER) else scope
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         WeightWireError,
     )
     from weightwire.hookspecs import hookimpl
+    from weightwire.lora import LoraAdapter, MergedLora
     from weightwire.observers import Observer, observe
     from weightwire.opening import open_receiver, open_sender
     from weightwire.placements import LocalShard
@@ -59,7 +60,9 @@ __all__ = [
     "ConfigError",
     "HandleError",
     "LocalShard",
+    "LoraAdapter",
     "MappingTarget",
+    "MergedLora",
     "ModuleTarget",
     "Observer",
     "PeerLost",
@@ -96,7 +99,9 @@ _HOMES = {
     "ConfigError": "weightwire.errors",
     "HandleError": "weightwire.errors",
     "LocalShard": "weightwire.placements",
+    "LoraAdapter": "weightwire.lora",
     "MappingTarget": "weightwire.targets",
+    "MergedLora": "weightwire.lora",
     "ModuleTarget": "weightwire.targets",
     "Observer": "weightwire.observers",
     "PeerLost": "weightwire.errors",

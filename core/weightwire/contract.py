@@ -52,17 +52,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
-import torch
 from msgspec import Meta
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from weightwire.deadline import Watch
 from weightwire.errors import PluginError, TransferError
-from weightwire.table import Region, TensorTable
+
+if TYPE_CHECKING:  # commands that move nothing start without torch
+    import torch
+    from torch import Tensor
+
+    from weightwire.table import Region, TensorTable
 
 __all__ = [
     "API",
@@ -86,7 +89,6 @@ API = 1
 MAX_DESCRIPTION = 1 << 20
 """Bytes of the longest ``describe``."""
 
-CPU = torch.device("cpu")
 
 M = TypeVar("M")
 
@@ -181,6 +183,12 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     owner: int = -1
 
 
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Context:
     """What core tells a transport about where it runs.
@@ -212,7 +220,7 @@ class Context:
     overlap: bool
     watch: Watch
     goes_on_without_lost: bool = False
-    device: torch.device = CPU
+    device: torch.device = field(default_factory=_cpu)
 
 
 class SenderTransport(ABC):
@@ -226,7 +234,8 @@ class SenderTransport(ABC):
        on whatever it had done until then.
 
     Between versions: ``drop(policy)`` for finished versions that nobody may
-    read any more (only with ``serves_finished``).  At the end ``close()``.
+    read any more (only with ``serves_finished``), and ``release_buffers()`` where
+    the trainer wants its memory; 1 follows it then.  At the end ``close()``.
     """
 
     keep: int | None = None
@@ -314,6 +323,16 @@ class SenderTransport(ABC):
     def drop(self, policy: Policy) -> None:
         """Delete a finished or void version; called on rank 0 when no reader holds it."""
 
+    def release_buffers(self) -> None:
+        """Give back the memory that only moving bytes takes: slots, registrations, buckets.
+
+        Called between versions, on any number of ranks, also twice in a row, or before the
+        first table.  ``set_table`` and ``describe`` follow before the next ``begin``, also
+        when the table is the same; where ``describe`` then says something else, receivers
+        must cope with it in ``begin``.  What has to outlive the version, such as connections
+        and what was published, stays.  By default nothing is held.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release everything.  Idempotent."""
@@ -332,7 +351,8 @@ class ReceiverTransport(ABC):
     5. or, at any point after 2 began, ``abort(error)``: also when ``begin`` raised, and of
        what was posted and not fetched.
 
-    At the end ``close()``.
+    Between versions ``release_buffers()`` where the engine wants its memory.  At the end
+    ``close()``.
     """
 
     path: str = ""
@@ -402,6 +422,13 @@ class ReceiverTransport(ABC):
     @abstractmethod
     def abort(self, error: BaseException) -> None:
         """Give the version up, and leave the transport fit for the next one.  Never waits long."""
+
+    def release_buffers(self) -> None:
+        """Give back the memory that only moving bytes takes; see the sender's.
+
+        ``set_plan`` and ``describe`` follow before the next ``begin``, also when the table
+        and the regions are the same.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from weightwire.errors import ConfigError
 from weightwire.table import Group, Part, TensorEntry
 
-__all__ = ["DEFAULT_GROUP_BYTES", "MAX_PARTS", "layer_key", "make_groups"]
+__all__ = ["MAX_PARTS", "layer_key", "make_groups"]
 
-DEFAULT_GROUP_BYTES = 256 << 20
 MAX_PARTS = 1 << 16
 """Most parts of one tensor: far above what any sensible budget gives."""
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from weightwire.config import BackendChoice
 from weightwire.digest import Verify
-from weightwire.grouping import DEFAULT_GROUP_BYTES
 from weightwire.handle import ranks_of
-from weightwire.options import ReceiverOptions, SenderOptions, make_options
+from weightwire.options import DEFAULT_GROUP_BYTES, ReceiverOptions, SenderOptions, make_options
 from weightwire.placements import LocalShard
 from weightwire.receiver import WeightReceiver
 from weightwire.sender import WeightSender

@@ -10,7 +10,9 @@ from pydantic_core import PydanticCustomError
 
 from weightwire.errors import ConfigError
 
-__all__ = ["ReceiverOptions", "SenderOptions", "make_options"]
+__all__ = ["DEFAULT_GROUP_BYTES", "ReceiverOptions", "SenderOptions", "make_options"]
+
+DEFAULT_GROUP_BYTES = 256 << 20
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

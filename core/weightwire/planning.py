@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from weightwire.errors import BackendUnavailable
-from weightwire.grouping import DEFAULT_GROUP_BYTES, layer_key
+from weightwire.grouping import layer_key
+from weightwire.options import DEFAULT_GROUP_BYTES
 from weightwire.routes import Routes, Served, joined, route
 from weightwire.sources import Spec
 from weightwire.table import Region, Shard, TensorEntry, TensorTable, dtype_name

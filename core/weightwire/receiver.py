@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -21,14 +21,12 @@ from weightwire.errors import (
     HandleError,
     PeerLost,
     SessionError,
+    TransferError,
     WeightWireError,
 )
 from weightwire.handle import Handle, close_all, slot_device
-from weightwire.lifecycle import (
-    Commit,
-    Install,
-    ReceiverMachine,
-)
+from weightwire.lifecycle.acts import Commit, Install
+from weightwire.lifecycle.receiver import ReceiverMachine
 from weightwire.options import ReceiverOptions
 from weightwire.plugins import registry
 from weightwire.replica import Attempt, Replica
@@ -304,6 +302,61 @@ class WeightReceiver(Handle):
         with self._resumed():
             self._watch.start(Deadline(self._timeout))
             self._give_up(HandleError(reason))
+
+    def invalidate(self, reason: str) -> None:
+        """The target's memory was overwritten or freed by somebody else.
+
+        From here on this replica holds no version, and is tainted, until a full sync succeeds.
+        Call it on every rank, before the memory goes.
+
+        Args:
+            reason: for ``tainted`` and ``weightwire inspect``.
+
+        Raises:
+            HandleError: amid a version, or this receiver is closed, forked or busy.
+            SessionError: the session couldn't be told; this handle knows all the same.
+        """
+        with self._between("invalidate"):
+            self._version = None
+            if self._rank == 0:
+                self._machine.lose(TransferError(reason))
+            else:
+                self._machine.serving = None
+                self._machine.tainted = ErrorInfo.of(TransferError(reason))
+
+    def release_buffers(self) -> None:
+        """Give back the memory that receiving takes, until the next version makes it again.
+
+        For an engine that shares its GPU or host with a trainer: receive slots, their
+        registrations and what the target keeps for the next version go.  The target's weights
+        stay, and so does ``version``.  Each rank calls it for itself, or doesn't.  The next
+        version is planned anew, and costs what the first one did.
+
+        Raises:
+            HandleError: amid a version, or this receiver is closed, forked or busy.
+        """
+        with self._between("release_buffers"):
+            self._release_buffers()
+
+    @contextlib.contextmanager
+    def _between(self, call: str) -> Iterator[None]:
+        """A call that wants no version under way."""
+        self._take()
+        try:
+            if self._attempt is not None:
+                raise HandleError(
+                    f"{call}() amid {self._attempt.policy}: commit() or abort() it first"
+                )
+            self._watch.start(Deadline(self._timeout))
+            with calling(self._watch.deadline):
+                yield
+        finally:
+            self._leave()
+
+    def _release_buffers(self) -> None:
+        self._replica.release_buffers()
+        if self._late is not None:
+            self._late._release_buffers()
 
     @contextlib.contextmanager
     def _resumed(self) -> Any:

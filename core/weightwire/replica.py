@@ -12,7 +12,7 @@ from weightwire.deadline import Deadline, Watch
 from weightwire.digest import combine
 from weightwire.errors import SessionError, TableMismatch, WeightWireError
 from weightwire.fingerprint import Fingerprint, combine_fingerprints
-from weightwire.lifecycle import Commit, Fetch, Install, Prepare, Rollback
+from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.parts import Fetched, compare_parts
 from weightwire.pipeline import FetchPlan
 from weightwire.report import Phases, Report
@@ -275,6 +275,14 @@ class Replica:
         self._agreement.open_round()
         attempt.told = True
         self._agreement.tell("offer", _DETOUR + msgspec.msgpack.encode(policy))
+
+    def release_buffers(self) -> None:
+        """Between versions: this rank's receive memory goes; the next version is planned anew."""
+        self._table_digest = ""
+        if self._plan is not None:
+            self._plan.release()
+        self._transport.release_buffers()
+        self._target.release_buffers()
 
     def forget_plan(self) -> None:
         """The target was planned for another table since."""

@@ -21,8 +21,10 @@ from weightwire.contract import Context, Offer, SenderTransport, Wait
 from weightwire.deadline import Deadline, Watch, calling
 from weightwire.errors import ConfigError, PeerLost, UnsupportedOperation, WeightWireError
 from weightwire.handle import Handle, close_all, slot_device
-from weightwire.lifecycle import Offering, SenderMachine, Terms, Transfer, lost_readers
+from weightwire.lifecycle.acts import Transfer
 from weightwire.lifecycle.retention import Retention
+from weightwire.lifecycle.rollout import Terms
+from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
 from weightwire.options import SenderOptions
 from weightwire.placements import LocalShard
 from weightwire.plugins import registry
@@ -273,6 +275,25 @@ class WeightSender(Handle):
         keys.validate_version(version)
         wait = self._check_wait(wait)
         return await self._in_thread(lambda: self._send(version, wait), timeout)
+
+    def release_buffers(self) -> None:
+        """Give back the memory that sending takes, until the next ``send`` makes it again.
+
+        For a trainer that shares its GPU or host with an engine: staging slots, their
+        registrations and buckets go; what late receivers are served from (``snapshot``, stored
+        versions) stays.  Each rank calls it for itself, or doesn't.  The next version costs
+        what the first one did.
+
+        Raises:
+            HandleError: a version is being sent, or this sender is closed or forked.
+        """
+        with self._call(None):
+            self._release_buffers()
+
+    def _release_buffers(self) -> None:
+        self._ours.release_buffers()
+        if self._stored is not None:
+            self._stored._release_buffers()
 
     def _send(self, version: int, wait: Wait) -> Report:
         began = time.perf_counter()

@@ -13,7 +13,8 @@ from weightwire.blocks import ANY
 from weightwire.copying import copy_all
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
-from weightwire.fingerprint import Fingerprint, Fingerprinter
+from weightwire.fingerprint import Fingerprint
+from weightwire.fingerprinting import Fingerprinter
 from weightwire.layout import cut_out
 from weightwire.names import checkpoint_names
 from weightwire.overlap import overlapping_pairs
@@ -102,6 +103,9 @@ class WeightTarget(ABC):
         reference, instead of reusing one slot.
         """
         return False
+
+    def release_buffers(self) -> None:
+        """Give back what is kept for the next version, which ``plan`` precedes; not the weights."""
 
     @abstractmethod
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:

@@ -103,6 +103,7 @@ class TrainerRank:
         self._views_read: frozenset[str] = frozenset()
         self._digests: tuple[str, ...] = ()
         self._column_slices: int | None = None
+        self._released = False  # the transport has no slots: it needs the table again
         self.table: TensorTable | None = None
         self.table_digest = ""
         self.nbytes = 0
@@ -127,7 +128,8 @@ class TrainerRank:
         """
         error = refusal
         resolved: Resolved | None = None
-        arrival = _Arrival(version, wait, "", self._digests, column_slices, self._column_slices)
+        agreed = () if self._released else self._digests
+        arrival = _Arrival(version, wait, "", agreed, column_slices, self._column_slices)
         with phases.timed("offer"):
             try:
                 resolved = self._resolve()
@@ -220,7 +222,7 @@ class TrainerRank:
         overlap = self._options.overlap
         self._plan = SendPlan(table, self._options.rank, exchange, overlap=overlap)
         digest = table.digest()
-        if digest == self.table_digest:
+        if digest == self.table_digest and not self._released:
             return
         limit = self._backend.capabilities.max_tensor_nbytes
         for entry in table.tensors:
@@ -231,6 +233,7 @@ class TrainerRank:
                 )
         self.table_digest = ""
         self._transport.set_table(table)
+        self._released = False
         self.table, self.table_digest, self.nbytes = table, digest, table.nbytes
 
     def _opened(self, resolved: Resolved) -> CheckpointTensors | Stream:
@@ -262,6 +265,13 @@ class TrainerRank:
         if self._sending:
             self._sending = False
             self._transport.abort(error)
+
+    def release_buffers(self) -> None:
+        """Between versions: this rank's staging memory goes, and comes again with the next one."""
+        self._released = True
+        if self._plan is not None:
+            self._plan.release()
+        self._transport.release_buffers()
 
     def done(self) -> None:
         """The version is out: from here on there is nothing to abort."""

@@ -14,20 +14,11 @@ from pathlib import Path
 
 from weightwire.contract import Capabilities, Policy
 from weightwire.errors import TransferError, TransferTimeout, WeightWireError
-from weightwire.lifecycle import (
-    Commit,
-    Fetch,
-    Install,
-    Offering,
-    Prepare,
-    ReceiverMachine,
-    Rollback,
-    SenderMachine,
-    Terms,
-    Transfer,
-    lost_readers,
-)
+from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback, Transfer
+from weightwire.lifecycle.receiver import ReceiverMachine
 from weightwire.lifecycle.retention import Retention
+from weightwire.lifecycle.rollout import Terms
+from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
 from weightwire.session import membership
 from weightwire.session.file import FileStore
 from weightwire.session.lease import LeaseKeeper, LeaseObserver

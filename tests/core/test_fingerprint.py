@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightwire.fingerprint import combine_fingerprints, fingerprint_of
+from weightwire.fingerprint import combine_fingerprints
+from weightwire.fingerprinting import fingerprint_of
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -46,6 +46,22 @@ def test_torch_is_imported_only_for_what_needs_it():
     assert said.splitlines() == ["False []", "True False"]
 
 
+@pytest.mark.parametrize(
+    "line", ["--help", "watch --help", "inspect file:///nonesuch", "doctor -x"]
+)
+def test_commands_that_move_nothing_start_without_torch(line):
+    said = output(
+        "import sys\n"
+        f"sys.argv = ['weightwire', *{line.split()}]\n"
+        "from weightwire.cli.main import main\n"
+        "sys.stdout = sys.stderr = open('/dev/null', 'w')\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "sys.stderr = sys.__stderr__\n"
+        "print('torch' in sys.modules, file=sys.__stdout__)"
+    )
+    assert said == "False"
+
+
 def test_importing_starts_no_thread_installs_no_signal_handler_and_configures_no_logging():
     said = output(
         "import logging, signal, threading\n"

@@ -103,6 +103,7 @@ def main(name: str, seed: int, count: int, covered: int, progress: Path) -> None
             result["crash"] = {"input": i, "bytes": payload.hex(), "error": traceback.format_exc()}
             break
         longest = max(longest, time.perf_counter() - began)
+    struct.pack_into("<Q", words, 0, count)  # what is left is no input's
     result |= {"outcomes": outcomes, "longest_s": round(longest, 4)}
     print(json.dumps(result))
 

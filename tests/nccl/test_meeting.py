@@ -57,10 +57,29 @@ def test_the_port_is_on_one_interface_and_held():
         assert client.first("once", "mine") == "mine"
         assert client.first("once", "theirs") == "mine"
         client.put("epoch/1/a", b"x")
-        server.forget("epoch/1/")
+        client.forget_all("epoch/1/")
         assert client.peek("epoch/1/a") is None
         assert client.peek("key") == b"\xff\x00"
         client.close()
+    finally:
+        server.close()
+
+
+def test_a_broken_connection_is_an_error_of_ours_whatever_is_asked():
+    server = Server("127.0.0.1")
+    try:
+        for ask in (
+            lambda client: client.peek("key"),
+            lambda client: client.put("key", b"x"),
+            lambda client: client.forget("key"),
+            lambda client: client.forget_all("epoch/"),
+            lambda client: client.first("key", "x"),
+        ):
+            client = Client("127.0.0.1", server.port, "sender rank 0")
+            client.connect(5)
+            client.hang_up()
+            with pytest.raises(PeerLost, match="sender rank 0 is gone"):
+                ask(client)
     finally:
         server.close()
 

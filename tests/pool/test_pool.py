@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ class Engine(EngineControl):
         if self.not_resumed:
             self.not_resumed -= 1
             raise TransferError(f"{self.name}: /resume failed: busy")
+
+    async def is_paused(self, timeout: float) -> bool:
+        return False
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        pass
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
         if self.elsewhere:

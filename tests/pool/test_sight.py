@@ -63,11 +63,12 @@ def test_stored_versions_are_wanted_until_they_are_held(session):
     sight.close()
 
 
-def test_data_parallel_ranks_count_together(session):
+@pytest.mark.parametrize("of_first", ["r-dp0", "r"])
+def test_data_parallel_ranks_count_together(session, of_first):
     sight = Sight(session)
     with (
         weightwire.open_sender("filesystem", session=session, source=weights(1)) as sender,
-        receiver(session, "filesystem", "r-dp0") as first,
+        receiver(session, "filesystem", of_first) as first,
         receiver(session, "filesystem", "r-dp1") as second,
     ):
         sender.send(1)

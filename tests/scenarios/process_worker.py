@@ -819,6 +819,23 @@ def do_usage() -> dict[str, Any]:
     }
 
 
+def do_release_buffers(name: str = "main") -> dict[str, int]:
+    """Bytes that this process holds before and after; nccl's buckets by its own count."""
+    member = _member(name)
+    transport = member.handle._transport
+    transport = getattr(transport, "_inner", transport)
+
+    def in_use() -> int:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later isn't held by anybody
+        return int(do_usage()["rss"])
+
+    before, staged = in_use(), getattr(transport, "staged_nbytes", 0)
+    member.handle.release_buffers()
+    left = getattr(transport, "staged_nbytes", 0)
+    return {"before": before, "after": in_use(), "staged": staged, "left": left}
+
+
 def _descriptors() -> int:
     """Open files, without the session record that the lease's thread may be writing now."""
     count = 0

@@ -60,6 +60,9 @@ SPECS: dict[str, Spec] = {
     },
     "wide": layers(4, 4096),
     "big": {f"layers.{i}.weight": ((1024, 1024), F32) for i in range(8)},
+    "huge": {f"layers.{i}.weight": ((1024, 1024), F32) for i in range(4)},
+    "huge-master": {f"layers.{i}.weight": ((2048, 1024), F32) for i in range(4)},
+    "huge-rounded": {f"layers.{i}.weight": ((2048, 1024), BF16) for i in range(4)},
     "padded-vocabulary": {**layers(4, 96), "embed.weight": ((4, 96), BF16)},
     "scalars": {
         "zero_dim.float": ((), F32),
@@ -162,8 +165,10 @@ BUILDERS: dict[str, Callable[[], Model]] = {
     "contiguous": lambda: like(noncontiguous()),
     "noncontiguous-target": noncontiguous_target,
 }
-_ORDINARY = {"router-master", "router", "tied", "untied", "normed", "wrapped", "unwrapped"}
-_MASTERS = {"router": "router-master"}
+_ORDINARY = {"router-master", "router", "tied", "untied", "normed", "wrapped", "unwrapped"} | {
+    "huge-master"
+}
+_MASTERS = {"router": "router-master", "huge-rounded": "huge-master"}
 _PREFIXES = ("module._orig_mod._fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 

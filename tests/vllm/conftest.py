@@ -25,6 +25,8 @@ from weightwire.tables import build_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from server_rig import Cold, Fleet, Server
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -42,6 +44,55 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             # Other people's deprecations: transformers, vLLM and torch warn on import.
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+fleet_key = pytest.StashKey["Fleet"]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Servers end with the last of the files whose tests share them."""
+    fleet = item.session.stash.get(fleet_key, None)
+    if fleet is None:
+        return
+    users = {other.path for other in item.session.items if "servers" in fixtures_of(other)}
+    if nextitem is None or nextitem.path not in users:
+        fleet.down()
+
+
+def fixtures_of(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    from server_rig import Fleet
+
+    made = Fleet(tmp_path_factory.mktemp("servers"))
+    request.session.stash[fleet_key] = made
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def servers(fleet: Fleet) -> Iterator[dict[str, Server]]:
+    """Two servers in good order, whatever the test before did to them."""
+    try:
+        yield fleet.up()
+    finally:
+        fleet.settle()
+
+
+@pytest.fixture
+def cold(servers: dict[str, Server], fleet: Fleet) -> dict[str, Cold]:
+    return fleet.cold
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> str:
+    return f"file://{tmp_path / 'run'}"
 
 
 PROMPTS = [[5, 6, 7, 9], list(range(2, 30))]

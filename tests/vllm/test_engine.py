@@ -226,3 +226,23 @@ def test_a_pool_drives_an_engine_of_this_process(lab, session):
         pool.update(5)
         lab.is_("A")
         pool.detach()
+
+
+def test_a_pool_wakes_an_engine_of_this_process(lab, session):
+    from weightwire.vllm import Pool
+
+    with Pool({"r": lab.llm}, session=session, backend="filesystem", timeout=30) as pool:
+        pool.attach()
+        for version, (which, level) in enumerate((("B", 1), ("A", 2)), 1):
+            lab.llm.sleep(level)
+            send(session, lab.models[which], version)
+            report = pool.update(version)
+            assert "wake" in report.updated["LLM"].seconds
+            assert not lab.llm.llm_engine.is_sleeping()
+            lab.is_(which)
+        lab.llm.sleep(2)
+        held = lab.llm.collective_rpc(lambda worker: worker.weight_transfer_engine.version)
+        assert held == [None]
+        pool.update(2)
+        lab.is_("A")
+        pool.detach()

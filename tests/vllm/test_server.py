@@ -1,70 +1,24 @@
-"""API servers, driven by a pool, by vLLM's own HTTP routes, and followed by a watcher."""
+"""API servers, driven by a pool and by vLLM's own HTTP routes."""
 
 from __future__ import annotations
 
-import contextlib
-import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server_rig import Load, Server, checkpoint, model
-from watch_rig import Watch
+from server_rig import PROMPT, Load, Server, become, damage, holds, model, sender_of
 
 import weightwire
 from weightwire.errors import AuthenticationError, ConfigError, PeerLost
 from weightwire.vllm import Pool, TrainerInfo, UpdateFailed
-
-KEY = "not-a-secret"
-PROMPT = [5, 6, 7, 9]
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """One on A, one on B that wants a key; with what each holds and says when it is cold."""
-    root = tmp_path_factory.mktemp("servers")
-    made = {
-        "A": Server(checkpoint("A", root), root / "A.log"),
-        "B": Server(checkpoint("B", root), root / "B.log", key=KEY),
-    }
-    try:
-        for server in made.values():
-            server.start()
-        for server in made.values():
-            server.ready()
-        yield made
-    finally:
-        for server in made.values():
-            server.client.close()
-            server.stop()
-
-
-@pytest.fixture(scope="module")
-def cold(servers):
-    return {
-        which: (server.checksums(), server.generate(PROMPT)["token_ids"])
-        for which, server in servers.items()
-    }
-
-
-@pytest.fixture
-def session(tmp_path):
-    return f"file://{tmp_path / 'run'}"
-
-
-def holds(server, expected):
-    assert server.checksums() == expected[0]
-    assert server.generate(PROMPT)["token_ids"] == expected[1]
-
-
-def sender_of(session, which, **options):
-    return weightwire.open_sender("filesystem", session=session, source=model(which), **options)
 
 
 def spans(answers):
     return [choice["weight_versions"] for choice in map(Server.generated, answers)]
 
 
-def test_a_pool_of_two_gets_versions_under_load(servers, cold, session):
-    assert cold["A"] != cold["B"]
+def test_a_pool_of_two_shapes_gets_versions_under_load(servers, cold, session):
+    assert cold["A"].checksums.keys() == cold["B"].checksums.keys()
+    assert not cold["A"].checksums.items() & cold["B"].checksums.items()
     a, b = servers["A"], servers["B"]
     urls = [a.url, b.url]
     with (
@@ -72,39 +26,49 @@ def test_a_pool_of_two_gets_versions_under_load(servers, cold, session):
         pytest.raises(AuthenticationError, match="api-key-env"),
     ):
         pool.attach()
-    with Pool(urls, session=session, backend="filesystem", api_key=KEY, timeout=60) as pool:
+    with Pool(urls, session=session, backend="filesystem", api_key=b.key, timeout=60) as pool:
         pool.attach()
         assert set(pool.in_service) == set(urls)
+        before = {server: server.version for server in (a, b)}
         with sender_of(session, "B") as sender:
             sender.send(1)
-        with Load(a) as load:
+        with Load(a) as load, Load(b) as other:
             report = pool.update(1)
             assert set(report.updated) == set(urls)
             assert pool.in_service == dict.fromkeys(urls, 1)
             assert all(0 < r.paused_seconds < 60 for r in report.updated.values())
             load.goes_on(6)
-        # Each token is named after the policy it was sampled from, in one request, too.
-        for request in spans(load.answers):
-            assert [span["version"] for span in request] in (
-                ["default"],
-                ["default", "1"],
-                ["1"],
-            )
-        for server in (a, b):
+            other.goes_on(6)
+        for server, sent in ((a, load), (b, other)):
+            old = before[server]
+            for request in spans(sent.answers):
+                assert [span["version"] for span in request] in ([old], [old, "1"], ["1"])
             assert not server.paused
             holds(server, cold["B"])
             assert server.version == "1"
         assert pool.update(1).held == tuple(urls)
-        for version, mode in ((2, "wait"), (3, "abort")):
-            with sender_of(session, "A" if version == 2 else "B") as sender:
-                sender.send(version)
-            with Load(a) as load:
-                pool.update(version, mode=mode)
-                load.goes_on(3)
-            assert any(answer.status_code == 200 for answer in load.answers)
-            for server in (a, b):
-                holds(server, cold["A" if version == 2 else "B"])
-                assert server.version == str(version)
+        pool.detach()
+
+
+@pytest.mark.parametrize("backend", ["nixl", "nccl"])
+def test_a_pool_follows_a_sender_that_waits_for_it(servers, cold, session, backend):
+    a, b = servers["A"], servers["B"]
+    source = model("A")
+    with (
+        Pool([a.url, b.url], session=session, backend=backend, api_key=b.key, timeout=60) as pool,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        pool.attach()
+        with weightwire.open_sender(backend, session=session, source=source, timeout=60) as sender:
+            for version, which in ((1, "A"), (2, "B")):
+                become(source, which)
+                sending = beside.submit(sender.send, version)
+                with Load(a):
+                    assert len(pool.update(version).updated) == 2
+                assert sending.result(timeout=60).version == version
+                for server in (a, b):
+                    holds(server, cold[which])
+                    assert server.version == str(version)
         pool.detach()
 
 
@@ -147,16 +111,27 @@ def test_a_failed_update_leaves_the_engine_alive_paused_and_out(servers, cold, s
         pool.detach()
 
 
-def damage(run):
-    """Flip a bit of the newest version's last tensor."""
-    newest = max((run / "versions").iterdir(), key=lambda path: path.name)
-    path = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(-3, 2)
-        last = file.read(1)
-        file.seek(-3, 2)
-        file.write(bytes([last[0] ^ 1]))
+def test_one_of_two_data_parallel_ranks_that_fails_keeps_both_out(servers, cold, session):
+    b = servers["B"]
+    with Pool(
+        {"r": b.url}, session=session, backend="filesystem", api_key=b.key, timeout=60
+    ) as pool:
+        pool.attach()
+        with sender_of(session, "A") as sender:
+            sender.send(1)
+            pool.update(1)
+        b.call("/collective_rpc", {"method": "break_one", "args": ["1"]})
+        with sender_of(session, "B") as sender:
+            sender.send(2)
+            with pytest.raises(UpdateFailed, match="no memory for packing"):
+                pool.update(2)
+            assert pool.in_service == {}
+            assert b.paused
+            assert b.post("/resume").status_code == 500
+            assert pool.update(2).updated[b.url].version == 2
+        assert not b.paused
+        holds(b, cold["B"])
+        pool.detach()
 
 
 def test_generating_during_an_open_update_is_refused_and_not_fatal(servers, cold, session):
@@ -202,56 +177,6 @@ def test_vllms_own_trainer_client_switches_by_a_name(servers, cold, session):
         client.shutdown_weight_transfer_engine()
     finally:
         trainer.shutdown()
-
-
-def test_a_watcher_follows_through_restarts_and_ends_in_good_order(servers, cold, session):
-    a = servers["A"]
-    options = ("--session", session, "--engine", f"r={a.url}", "--timeout", "40")
-    with contextlib.ExitStack() as stack:
-        watch = Watch(*options, "--metrics-port", "0")
-        stack.callback(watch.close)
-        watch.await_("attached")
-        sender = sender_of(session, "B")
-        stack.callback(sender.close)
-        sender.send(1)
-        line = watch.await_("version", version=1)
-        assert line["failed"] == {}
-        assert set(line["engines"]) == {a.url}
-        holds(a, cold["B"])
-        assert a.version == "1"
-        metrics = watch.await_("metrics")["message"]
-        with urllib.request.urlopen(metrics) as answer:
-            page = answer.read().decode()
-        assert f'weightwire_watch_version{{engine="{a.url}"}} 1.0' in page
-        assert f'weightwire_watch_in_service{{engine="{a.url}"}} 1.0' in page
-
-        second = Watch(*options)
-        stack.callback(second.close)
-        assert second.end(None) == 1
-        assert "is watched already" in second.error
-
-        # The trainer restarts, and the server: it comes back with the checkpoint's weights.
-        sender.close()
-        watch.lines.clear()
-        a.stop()
-        watch.await_("waiting")
-        a.start()
-        a.ready()
-        watch.await_("attached")
-        sender = sender_of(session, "B", resume_from=1)
-        stack.callback(sender.close)
-        watch.await_("version", version=1)
-        holds(a, cold["B"])
-        assert not a.paused
-        # The watcher restarts: nothing is done twice.
-        assert watch.end() == 0
-        third = Watch(*options)
-        stack.callback(third.close)
-        sender.send(2)
-        third.await_("version", version=2)
-        assert a.version == "2"
-        assert third.end() == 0
-        assert [line["version"] for line in third.lines if line["event"] == "version"] == [2]
 
 
 def test_a_pool_says_what_is_wrong_with_its_arguments(session):

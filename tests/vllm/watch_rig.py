@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,13 +18,14 @@ COMMAND = [str(Path(sys.executable).with_name("weightwire")), "watch"]
 class Watch:
     """A watcher in a process, and the JSON lines that it has said."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **environment: str) -> None:
         self.lines: list[dict] = []
         self._process = subprocess.Popen(
             [*COMMAND, "--json", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **environment},
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -42,7 +44,11 @@ class Watch:
             time.sleep(0.05)
         raise AssertionError(f"no {event} {fields} in {self.lines}")
 
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
     def end(self, number: int | None = signal.SIGTERM) -> int:
+        """Exit code, after a signal if there is one."""
         if number is not None:
             self._process.send_signal(number)
         code = self._process.wait(timeout=60)

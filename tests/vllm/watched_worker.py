@@ -21,9 +21,10 @@ class Watched:
         """Every tensor that can be reached from this worker's model."""
         return snapshot(self.get_model()).encode().decode()
 
-    def break_one(self) -> None:
+    def break_one(self, data_parallel_index: str = "0") -> None:
         """Make rank 0 fail once, in the middle of its next update."""
-        if self.vllm_config.parallel_config.rank:
+        parallel = self.vllm_config.parallel_config
+        if parallel.rank or parallel.data_parallel_index != int(data_parallel_index):
             return
         method = self.get_model().get_submodule("model.layers.1.self_attn.o_proj").quant_method
 

@@ -96,12 +96,6 @@ class Server:
             master_listen_fd=listener.detach(),
         )
 
-    def forget(self, prefix: str) -> None:
-        """Delete every key that begins with ``prefix``."""
-        for key in self._store.list_keys():
-            if key.startswith(prefix):
-                self._store.delete_key(key)
-
     def close(self) -> None:
         self._store = None
 
@@ -169,6 +163,15 @@ class Client:
     def forget(self, key: str) -> None:
         try:
             self.store.delete_key(key)
+        except RuntimeError as error:
+            raise self.gone(error) from error
+
+    def forget_all(self, prefix: str) -> None:
+        """Delete every key that begins with ``prefix``; for the server's own process."""
+        try:
+            for key in self.store.list_keys():
+                if key.startswith(prefix):
+                    self.store.delete_key(key)
         except RuntimeError as error:
             raise self.gone(error) from error
 

@@ -133,6 +133,10 @@ class NcclReceiver(ReceiverTransport):
         if epoch is not None:
             epoch.give_up(error)
 
+    def release_buffers(self) -> None:
+        self._end = None  # its buckets; the group stays, so that peers needn't form it anew
+        self._arenas.clear()
+
     def close(self) -> None:
         epoch, self._epoch, self._end = self._epoch, None, None
         self._posted.clear()

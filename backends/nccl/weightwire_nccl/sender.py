@@ -76,6 +76,8 @@ class NcclSender(SenderTransport):
 
     def set_table(self, table: TensorTable) -> None:
         rank = self._context.rank
+        if table.digest() == self._table_digest:
+            return  # readers told their plans for it, and won't again
         self._table, self._table_digest = table, table.digest()
         self._shards = shards_by_owner(table).get(rank, [{} for _ in table.groups])
         self._seals = [seal_bound(len(shards)) for shards in self._shards]
@@ -113,6 +115,9 @@ class NcclSender(SenderTransport):
         self._under_way.clear()
         if epoch is not None:
             epoch.give_up(error)
+
+    def release_buffers(self) -> None:
+        self._end = None  # its buckets; the group stays, so that peers needn't form it anew
 
     def close(self) -> None:
         epoch, self._epoch, self._end = self._epoch, None, None
@@ -191,8 +196,8 @@ class NcclSender(SenderTransport):
         except WeightWireError as error:
             client.put(key, msgspec.msgpack.encode(Opening(offer.policy, error=str(error)[:4000])))
             raise
-        if opening.generation == 1 and epoch.id and self._server is not None:
-            self._server.forget(f"epoch/{epoch.id}/")
+        if opening.generation == 1 and epoch.id:
+            client.forget_all(f"epoch/{epoch.id}/")
         client.put(key, msgspec.msgpack.encode(opening))
 
     def _decide(

@@ -15,8 +15,9 @@ from torch import Tensor
 import weightwire
 from weightwire.bench_model import llama_shapes
 from weightwire.errors import ConfigError, TransferError
-from weightwire.grouping import DEFAULT_GROUP_BYTES, make_groups
+from weightwire.grouping import make_groups
 from weightwire.layout import Place, lay_out
+from weightwire.options import DEFAULT_GROUP_BYTES
 from weightwire.table import Shard, TensorEntry
 from weightwire_nixl.agent import Agent, Operation, Transfer
 from weightwire_nixl.arena import Slots

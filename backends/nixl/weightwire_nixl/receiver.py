@@ -355,6 +355,10 @@ class NixlReceiver(ReceiverTransport):
         self._agent = None
         self._owners, self._by_agent = {}, {}
 
+    def release_buffers(self) -> None:
+        """Ends the agent, since peers know its memory; the next plan makes another."""
+        self._leave()
+
     def close(self) -> None:
         self._leave()
         self._aside.close()
@@ -419,6 +423,7 @@ class NixlReceiver(ReceiverTransport):
             agent.close()
         self._owners, self._by_agent, self._flights = {}, {}, {}
         self._table_digest, self._regions = "", ()
+        del self._slots, self._words
 
 
 def _say_bye(agent: Agent, owners: Iterable[Owner], policy: Policy) -> None:

@@ -306,6 +306,10 @@ class NixlSender(SenderTransport):
             self._tell(reader, Aborted(self._policy, in_flight=under_way))
         self._readers = {}
 
+    def release_buffers(self) -> None:
+        """Ends the agent, since peers know its memory; the next table makes another."""
+        self._leave()
+
     def close(self) -> None:
         self._leave()
         self._discovery.close()
@@ -476,6 +480,7 @@ class NixlSender(SenderTransport):
             return
         live, self._live = self._live, None
         leave(agent, self._pool, live, self._known, self._policy)
+        del self._pool  # nobody but those who may still touch it keeps it
         self._known, self._readers, self._deliveries = {}, {}, []
         self._early.clear()
         self.path = ""

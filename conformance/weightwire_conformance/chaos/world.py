@@ -110,6 +110,7 @@ class World:
         excused: processes that were stopped: their calls may take longer.
         proxy: what lies before the session's server, if it has one.
         damaged: the newest stored version was: nobody can take it.
+        fault: the newest one, for messages.
     """
 
     lease = _LEASE
@@ -141,6 +142,7 @@ class World:
         self.must_restart: set[str] = set()
         self.excused: set[int] = set()
         self.damaged = self.slow = False
+        self.fault = "at the start"
         self.version = 0
         self.finished = 0
         self._names = 0
@@ -216,6 +218,7 @@ class World:
         least = min(self.report.faults[fault.name] for fault in self.faults)
         rarest = [fault for fault in self.faults if self.report.faults[fault.name] == least]
         fault = self.dice.choice(rarest if self.dice.random() < 0.5 else self.faults)
+        self.fault = fault.name
         sending = self._start_sending()
         time.sleep(self.dice.random() * _USUAL_SECONDS)
         happened = time.monotonic()
@@ -382,7 +385,7 @@ class World:
                 )
 
     def _fail(self, problem: str) -> None:
-        self.report.problems.append(f"at version {self.version}: {problem}")
+        self.report.problems.append(f"at version {self.version}, {self.fault}: {problem}")
 
     # -------------------------------------------------------------- the end
 

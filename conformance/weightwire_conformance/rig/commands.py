@@ -53,6 +53,11 @@ class Clock(threading.local):
     seconds: float | None = None
 
 
+def _end(address: tuple[Any, ...]) -> tuple[str, int]:
+    """One end of a connection, alike whether its socket is of IPv4 or an IPv6 one that maps it."""
+    return address[0].removeprefix("::ffff:"), address[1]
+
+
 def _now() -> float:
     """This thread's clock, which stands still while it waits for a processor.
 
@@ -161,13 +166,14 @@ class Commands:
 
     def do_cut_connections(self) -> int:
         """Cut this process's TCP connections to others, as a network does; says how many."""
-        found: dict[tuple[Any, Any], socket.socket] = {}
+        found: dict[tuple[object, object], socket.socket] = {}
         with contextlib.ExitStack() as stack:
             for name in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
                     connection = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        found[connection.getsockname(), connection.getpeername()] = connection
+                        ends = _end(connection.getsockname()), _end(connection.getpeername())
+                        found[ends] = connection
             others = [c for (here, there), c in found.items() if (there, here) not in found]
             for connection in others:
                 with contextlib.suppress(OSError):

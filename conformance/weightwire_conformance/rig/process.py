@@ -13,7 +13,6 @@ import gc
 import importlib
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,10 @@ def _run(commands: Commands, output: _Output, message: dict[str, Any]) -> None:
 
 def _serve(output: _Output) -> None:
     commands = Commands(output.write)
-    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    # The one that runs stays first in line until it is answered: an interruption, which may
+    # come between any two instructions of the main thread, then loses none.
+    waiting: deque[dict[str, Any]] = deque()
+    news = threading.Event()
 
     def read() -> None:
         for line in sys.stdin:
@@ -75,23 +78,25 @@ def _serve(output: _Output) -> None:
             if message["now"]:  # beside whatever the main thread does
                 threading.Thread(target=_run, args=(commands, output, message), daemon=True).start()
             else:
-                waiting.put(message)
+                waiting.append(message)
+                news.set()
         os._exit(0)
 
     threading.Thread(target=read, name="reader", daemon=True).start()
     output.write(id=0, result=os.getpid(), seconds=0.0)
-    message: dict[str, Any] | None = None
     while True:
         try:
-            message = waiting.get()
-            _run(commands, output, message)
-            message = None
+            while not waiting:
+                news.wait()
+                news.clear()
+            _run(commands, output, waiting[0])
+            waiting.popleft()
         except KeyboardInterrupt as error:  # outside the command, or while it was answered
             output.write(event="interrupted")
-            if message is not None:  # the first answer counts
+            if waiting:  # the first answer counts
                 names = [kind.__name__ for kind in type(error).__mro__]
-                output.write(id=message["id"], error=names, message="", seconds=0.0)
-                message = None
+                output.write(id=waiting[0]["id"], error=names, message="", seconds=0.0)
+                waiting.popleft()
 
 
 def _become_worker(connection: socket.socket, log: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,12 +13,12 @@ from rich.table import Table
 
 from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.errors import ConfigError
-from weightwire.grouping import DEFAULT_GROUP_BYTES
-from weightwire.plan_page import page
-from weightwire.planning import Plan, PlanRequest, find_planner
-from weightwire.table import DTYPES
+from weightwire.options import DEFAULT_GROUP_BYTES
 from weightwire.topology import parse_inference, parse_ranks, parse_trainer
 from weightwire.units import human_bytes
+
+if TYPE_CHECKING:
+    from weightwire.planning import Plan
 
 __all__ = ["plan"]
 
@@ -43,6 +43,10 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page to look at.")] = None,
 ) -> None:
     """Show what each inference rank reads from whom, by the engine's own tracer; no weights."""
+    from weightwire.plan_page import page
+    from weightwire.planning import Plan, PlanRequest, find_planner
+    from weightwire.table import DTYPES
+
     topology = parse_inference(inference)
     if wire_dtype is not None and wire_dtype not in DTYPES:
         raise ConfigError(f"--wire-dtype {wire_dtype}: use one of {', '.join(DTYPES)}")

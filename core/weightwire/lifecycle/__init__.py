@@ -33,25 +33,3 @@ a crash between any two of them leaves a session from which a restart recovers:
 * ``receiver_applied`` is the receiver's last write: a sender that has read it may
   take the session away.
 """
-
-from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback, Transfer
-from weightwire.lifecycle.receiver import ReceiverMachine
-from weightwire.lifecycle.rollout import Terms
-from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
-from weightwire.lifecycle.states import ReceiverState, SenderState
-
-__all__ = [
-    "Commit",
-    "Fetch",
-    "Install",
-    "Offering",
-    "Prepare",
-    "ReceiverMachine",
-    "ReceiverState",
-    "Rollback",
-    "SenderMachine",
-    "SenderState",
-    "Terms",
-    "Transfer",
-    "lost_readers",
-]

@@ -251,6 +251,12 @@ class ReceiverMachine:
         with contextlib.suppress(SessionError):
             self._write_current_status()
 
+    def lose(self, why: WeightWireError) -> None:
+        """The target's memory was taken from it: it holds nothing until a full sync."""
+        self.serving, self.tainted = None, ErrorInfo.of(why)
+        self._settle()
+        self._write_current_status()
+
     def policy_of(self, version: int) -> Policy | None:
         """The finished policy with this version number, or None if none counts."""
         return next((policy for policy in self._finished() if policy.version == version), None)

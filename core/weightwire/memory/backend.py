@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from weightwire.contract import Backend, Capabilities, Context
+from weightwire.contract import (
+    Backend,
+    Capabilities,
+    Context,
+    ReceiverTransport,
+    SenderTransport,
+)
 from weightwire.memory.config import MemoryConfig
-from weightwire.memory.receiver import MemoryReceiver
-from weightwire.memory.sender import MemorySender
 
 __all__ = ["MemoryBackend"]
 
@@ -26,8 +30,12 @@ class MemoryBackend(Backend):
         elastic=True,
     )
 
-    def open_sender(self, context: Context) -> MemorySender:
+    def open_sender(self, context: Context) -> SenderTransport:
+        from weightwire.memory.sender import MemorySender
+
         return MemorySender(context)
 
-    def open_receiver(self, context: Context) -> MemoryReceiver:
+    def open_receiver(self, context: Context) -> ReceiverTransport:
+        from weightwire.memory.receiver import MemoryReceiver
+
         return MemoryReceiver(context)

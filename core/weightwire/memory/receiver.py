@@ -103,6 +103,9 @@ class MemoryReceiver(ReceiverTransport):
         if self._segment is not None:
             self._segment.give_up(self._policy)
 
+    def release_buffers(self) -> None:
+        self._owners = {}  # their slots are mapped here
+
     def close(self) -> None:
         self._release_segment()
         self._owners = {}

@@ -17,9 +17,11 @@ the version that it gave up.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +115,15 @@ class Segment:
             policy.version,
             policy.attempt,
         )
+
+    def discard(self) -> None:
+        """Free the pages now, also those that others have mapped: all of it reads as zeros.
+
+        A reader that was left behind sees a generation that isn't the one it read by.
+        """
+        if sys.platform == "linux":  # elsewhere they go with the last mapping
+            with contextlib.suppress(OSError):  # not every filesystem can
+                self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Remove the file if we made it; the memory goes with its last tensor."""

@@ -157,6 +157,13 @@ class MemorySender(SenderTransport):
     def lose(self, receiver_id: str) -> None:
         self._lost.add(receiver_id)
 
+    def release_buffers(self) -> None:
+        if self._segment is not None:
+            self._segment.discard()
+        self._release_segment()
+        self._info = None
+        self._in_slot = [None] * self._slot_count
+
     def close(self) -> None:
         self._release_segment()
         self._readers = []

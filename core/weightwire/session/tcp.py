@@ -25,9 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
+from typing import TYPE_CHECKING, TypeVar
 
 from weightwire.deadline import Deadline, patience
 from weightwire.errors import ConfigError, SessionError
@@ -35,6 +33,9 @@ from weightwire.session.marks import mark, open_value, seal_value
 from weightwire.session.records import MAX_RECORD
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
 from weightwire.session.urls import is_loopback, without_credentials
+
+if TYPE_CHECKING:  # a scheme is described without torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
 __all__ = ["TcpScheme", "TcpStore", "keys_of"]
 
@@ -211,6 +212,8 @@ class TcpStore(SessionStore):
                 f"session {self.url} can't be served: port {self._port} on {self._host}: "
                 f"{error.strerror}; choose a free port, or end the process that holds it"
             ) from error
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         self._port = listener.getsockname()[1]
         return TCPStore(
             self._host,
@@ -322,6 +325,8 @@ def keys_of(index: bytes) -> tuple[list[str], int]:
 
 
 def _client(host: str, port: int, seconds: float) -> TCPStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     return TCPStore(
         host,
         port,

@@ -29,6 +29,7 @@ import weightwire
 from weightwire.errors import ConfigError, HandleError, UnsupportedOperation, WeightWireError
 from weightwire.session.urls import shown
 from weightwire_vllm import compat
+from weightwire_vllm.adapter import AdapterTarget
 from weightwire_vllm.compat import TransferEngine, replica_layout
 from weightwire_vllm.info import InitInfo, UpdateInfo, parse
 from weightwire_vllm.outcome import told
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from weightwire import WeightReceiver
+    from weightwire import WeightReceiver, WeightTarget
 
 __all__ = ["WeightWireEngine"]
 
@@ -58,13 +59,16 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._module = model
         self._target = VllmTarget(model, vllm_config)
         self._receiver: WeightReceiver | None = None
         self._attached: InitInfo | None = None
         self._mixed = False  # outlives a receiver: the next one knows nothing of it
         self._fetched = False
+        self._has_base = True  # False once a sleep has discarded what an adapter stands on
         self._is_answered = False  # the version that was asked for was there already
         self._speaks = replica_layout(vllm_config).speaks
+        compat.watch_sleep(_told_of_sleep)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
         """Validated; ``init_transfer_engine`` raises what is wrong, with one voice."""
@@ -101,10 +105,14 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         self._refuse_other(init_info)
         self.shutdown()
         layout = replica_layout(self.vllm_config)
+        target: WeightTarget = self._target
+        if init_info.adapter is not None:
+            target = AdapterTarget(self._module, self.vllm_config, init_info.adapter)
+            compat.keep_adapters(self, lambda: self._is_for_adapter)
         self._receiver = weightwire.open_receiver(
             init_info.backend,
             session=init_info.session,
-            target=self._target,
+            target=target,
             receiver_id=init_info.receiver_id + layout.suffix,
             rank=layout.rank,
             world_size=layout.world_size,
@@ -169,6 +177,11 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             self._is_answered = True
             return
         self._is_answered = False
+        if self._is_for_adapter and not self._has_base:
+            raise HandleError(
+                "the adapter's base weights were discarded by sleep(level=2): send the model "
+                "(target='model'), or restart the engine, and use level 1 beside adapters"
+            )
         timeout = update_info.timeout
         if timeout is None and self._attached is not None:
             timeout = self._attached.timeout
@@ -189,9 +202,27 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
                 self._fetched = False
                 receiver.commit()
                 self._mixed = False
+                self._has_base = self._has_base or not self._is_for_adapter
+                if self._attached is not None and self._attached.release_buffers:
+                    receiver.release_buffers()
             elif not self._is_answered:
                 raise HandleError("no update to finish: update_weights failed or wasn't called")
             self._is_answered = False
+
+    def sleeps(self, level: int) -> None:
+        """The worker is about to sleep: receive buffers go, and at level 2 the version does."""
+        receiver = self._receiver
+        if level >= 2:
+            self._mixed, self._has_base = True, False
+        if receiver is None or level < 1:
+            return
+        try:
+            if level >= 2:
+                receiver.invalidate("the engine's weights were discarded by sleep(level=2)")
+            receiver.release_buffers()
+        except WeightWireError as error:
+            # It knows itself; and vLLM's workers may not fail one without the other.
+            _log.error("the session wasn't told that the engine sleeps: %s", error)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -216,6 +247,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             receiver.close()
 
     @property
+    def _is_for_adapter(self) -> bool:
+        return self._attached is not None and self._attached.target == "adapter"
+
+    @property
     def version(self) -> int | None:
         """Version that this worker serves, or None."""
         return None if self._receiver is None else self._receiver.version
@@ -238,3 +273,10 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         if self._receiver is None:
             raise HandleError("no session: call init_weight_transfer_engine first")
         return self._receiver
+
+
+def _told_of_sleep(worker: Any, level: int) -> None:
+    for name in ("weight_transfer_engine", "_weightwire"):
+        engine = getattr(worker, name, None)
+        if isinstance(engine, WeightWireEngine):
+            engine.sleeps(level)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from weightwire.errors import HandleError
-from weightwire.fingerprint import Fingerprint, Fingerprinter
+from weightwire.fingerprint import Fingerprint
+from weightwire.fingerprinting import Fingerprinter
 from weightwire.targets import WeightTarget
 from weightwire.trace import Program, Run, compile_tape
 from weightwire_vllm import compat
@@ -167,6 +168,9 @@ class VllmTarget(WeightTarget):
             finish_attention(plan.attention, self._config.model_config)
         self._synchronize()
         self._update = None
+
+    def release_buffers(self) -> None:
+        self._spare.clear()
 
     def fingerprint(self, version: int) -> Fingerprint:
         """Of all parameters, as the kernels read them, and of what attention derives from them.

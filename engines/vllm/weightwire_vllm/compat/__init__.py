@@ -14,6 +14,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from weightwire_vllm.compat.adapters import (
+    Adapters,
+)
 from weightwire_vllm.compat.bare import (
     column_slices,
     model_of_rank,
@@ -53,12 +56,14 @@ from weightwire_vllm.compat.workers import (
     config_context,
     end_update,
     init_request,
+    keep_adapters,
     leave_session,
     module_of,
     register_engine,
     register_trainer,
     replica_layout,
     update_request,
+    watch_sleep,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CLAIMED",
     "ENGINE_NAME",
+    "Adapters",
     "CheckpointEntry",
     "MoeKernel",
     "Registries",
@@ -95,6 +101,7 @@ __all__ = [
     "init_request",
     "is_attention",
     "is_processed",
+    "keep_adapters",
     "layer_info",
     "leave_session",
     "load_time_tensors",
@@ -112,6 +119,7 @@ __all__ = [
     "unwrapped",
     "update_request",
     "vllm_version",
+    "watch_sleep",
 ]
 
 CLAIMED = ("0.26", "0.32")

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from weightwire_vllm.compat.workers import ENGINE_NAME
-from weightwire_vllm.outcome import MIXED, is_whole
+from weightwire_vllm.outcome import MIXED, asleep, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,10 @@ _MARK = "_weightwire_between"
 _EXTENSION = "weightwire_update"
 _OPENS = ("update_weights", _EXTENSION)
 _CLOSES = ("finish_weight_update", _EXTENSION)
+_WRITES = ("start_weight_update", *_OPENS)
+_RELOADS = "reload_weights"
+_OPEN = "an update is open: finish it first"
+_DISCARDED = "its weights were discarded by sleep(level=2): update it"
 
 
 def guard_engine_cores() -> None:
@@ -31,14 +35,16 @@ def guard_engine_cores() -> None:
 
     While an update is open, and after one that left a mixture, ``resume`` is an error and
     requests to an engine that isn't paused are answered with one; an update of an engine
-    with requests in flight that isn't paused is refused.  A second call changes nothing.
+    with requests in flight that isn't paused is refused.  So is one of an engine whose weights
+    sleep, and to resume one that sleeps in part, or whose weights a sleep has discarded.
+    A second call changes nothing.
     """
     from vllm.v1.engine import core
 
     kind = core.EngineCoreProc
     if hasattr(kind, _MARK):
         return
-    needed = ("collective_rpc", "resume_scheduler", "_reject_add_in_shutdown")
+    needed = ("collective_rpc", "resume_scheduler", "_reject_add_in_shutdown", "sleep")
     missing = [name for name in needed if not hasattr(kind, name)]
     if missing:
         _log.warning(
@@ -50,6 +56,7 @@ def guard_engine_cores() -> None:
     setattr(kind, _MARK, "")
     kind.collective_rpc = _watched_rpc(kind.collective_rpc)
     kind.resume_scheduler = _refusing_resume(kind.resume_scheduler)
+    kind.sleep = _watched_sleep(kind.sleep)
     kind._reject_add_in_shutdown = _refusing_add(kind._reject_add_in_shutdown)
 
 
@@ -57,13 +64,19 @@ def _watched_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         opens, closes = method in _OPENS, method in _CLOSES
-        if not (opens or closes) or not (method == _EXTENSION or _is_ours(self)):
-            return original(self, method, *args, **kwargs)
+        ours = method == _EXTENSION or _is_ours(self)
+        if ours and method in _WRITES and "weights" in _sleeping(self):
+            raise RuntimeError(asleep(method, ["weights"]))
+        if not (opens or closes) or not ours:
+            result = original(self, method, *args, **kwargs)
+            if method == _RELOADS and getattr(self, _MARK) == _DISCARDED:
+                setattr(self, _MARK, "")
+            return result
         before = getattr(self, _MARK)
         if opens:
             if not before:
                 _refuse_running(self)
-            setattr(self, _MARK, before or "an update is open: finish it first")
+            setattr(self, _MARK, before or _OPEN)
         try:
             result = original(self, method, *args, **kwargs)
         except Exception as error:
@@ -76,9 +89,24 @@ def _watched_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective_rpc
 
 
+def _watched_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level and getattr(self, _MARK) == _OPEN:
+            raise RuntimeError(f"sleep refused: {_OPEN}")
+        # One whose weights sleep already keeps what it has of them.
+        if level >= 2 and _is_ours(self) and "weights" not in _sleeping(self):
+            setattr(self, _MARK, _DISCARDED)
+        return original(self, level, *args, **kwargs)
+
+    return sleep
+
+
 def _refusing_resume(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resume_scheduler(self: Any) -> Any:
+        if _is_ours(self) and (tags := _sleeping(self)):
+            raise RuntimeError(asleep("resume", tags))
         between = getattr(self, _MARK)
         if between and not _spans_cores(self):
             raise RuntimeError(f"resume refused: {between}")
@@ -127,6 +155,15 @@ def _left_by(error: Exception, before: str) -> str:
 def _is_ours(core: Any) -> bool:
     config = core.vllm_config.weight_transfer_config
     return config is not None and config.backend == ENGINE_NAME
+
+
+def _sleeping(core: Any) -> set[str]:
+    """Which parts of the workers' memory sleep: ``weights``, ``kv_cache``."""
+    executor = core.model_executor
+    tags = getattr(executor, "sleeping_tags", None)
+    if tags is None:  # before 0.32 there is only the whole
+        tags = {"weights", "kv_cache"} if getattr(executor, "is_sleeping", False) else set()
+    return set(tags)
 
 
 def _is_paused(core: Any) -> bool:

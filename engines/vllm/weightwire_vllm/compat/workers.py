@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "ENGINE_NAME",
@@ -20,13 +22,17 @@ __all__ = [
     "config_context",
     "end_update",
     "init_request",
+    "keep_adapters",
     "leave_session",
     "module_of",
     "register_engine",
     "register_trainer",
     "replica_layout",
     "update_request",
+    "watch_sleep",
 ]
+
+_WATCHED = "_weightwire_watched"
 
 ENGINE_NAME = "weightwire"
 """The backend's name in ``weight_transfer_config``."""
@@ -39,7 +45,8 @@ class ReplicaLayout:
     Attributes:
         rank: rank among the workers that share one copy of the model.
         world_size: number of those workers (tensor times pipeline parallel).
-        suffix: tells data-parallel replicas of one engine apart; empty for one.
+        suffix: tells data-parallel replicas of one engine apart; empty for one alone, and
+            for the first of a dense model.
         speaks: whether this worker raises the replica's errors.
     """
 
@@ -52,7 +59,10 @@ class ReplicaLayout:
 def replica_layout(vllm_config: Any) -> ReplicaLayout:
     """A worker's place, from its own parallel config."""
     parallel = vllm_config.parallel_config
-    suffix = f"-dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+    index = int(parallel.data_parallel_index)
+    # Of a dense model each data-parallel rank is an engine by itself, which says that it is
+    # one of one: the first can't tell that there are others, and the others have an index.
+    suffix = f"-dp{index}" if index or parallel.data_parallel_size > 1 else ""
     rank, world_size = int(parallel.rank), int(parallel.world_size)
     # MultiprocExecutor leaves the replies behind the first failing rank unread.
     # Under an external launcher every rank answers to a caller of its own.
@@ -92,15 +102,67 @@ def end_update(engine: Any) -> None:
 
     The worker closes it itself only where ``update_weights`` raises, and not at
     all where ``finish_weight_update`` does; it refuses the next one while open.
-    The engine isn't given its worker, so that it is found among the callers.
     """
+    worker = _calling_worker(engine)
+    if worker is not None:
+        worker._weight_update_active = False
+
+
+def keep_adapters(engine: Any, wanted: Callable[[], bool]) -> None:
+    """Keep the calling vLLM worker from dropping its adapters after an update.
+
+    It takes any update for one of base weights: requests would then load from disk again
+    what has just been replaced in memory.
+
+    Args:
+        wanted: whether an update that ends now has left the base weights as they were.
+    """
+    worker = _calling_worker(engine)
+    runner = getattr(worker, "model_runner", None)
+    drop = getattr(runner, "reset_lora_state", None)  # not in vLLM before 0.32
+    if drop is None or hasattr(drop, _WATCHED):
+        return
+
+    def reset_lora_state() -> None:
+        if not wanted():
+            drop()
+
+    setattr(reset_lora_state, _WATCHED, True)
+    runner.reset_lora_state = reset_lora_state  # type: ignore[union-attr]
+
+
+def _calling_worker(engine: Any) -> Any:
+    """The engine isn't given its worker, so that it is found among the callers."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if caller is not None and getattr(caller, "weight_transfer_engine", None) is engine:
-            caller._weight_update_active = False
-            return
+            return caller
         frame = frame.f_back
+    return None
+
+
+def watch_sleep(told: Callable[[Any, int], None]) -> None:
+    """Have ``told(worker, level)`` called before a worker of this process goes to sleep.
+
+    A second call changes nothing.
+    """
+    for name in ("gpu_worker", "cpu_worker", "xpu_worker"):
+        module = sys.modules.get(f"vllm.v1.worker.{name}")
+        for kind in list(vars(module).values()) if module is not None else ():
+            sleep = vars(kind).get("sleep") if isinstance(kind, type) else None
+            if sleep is not None and not hasattr(sleep, _WATCHED):
+                kind.sleep = _telling(sleep, told)
+
+
+def _telling(sleep: Callable[..., Any], told: Callable[[Any, int], None]) -> Callable[..., Any]:
+    @functools.wraps(sleep)
+    def telling(self: Any, level: int = 1) -> Any:
+        told(self, level)
+        return sleep(self, level)
+
+    setattr(telling, _WATCHED, True)
+    return telling
 
 
 def close_session(llm: Any, version: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 __all__ = ["EngineControl", "PauseMode"]
@@ -38,7 +39,18 @@ class EngineControl(ABC):
 
     @abstractmethod
     async def resume(self, timeout: float) -> None:
-        """Generate again.  Idempotent."""
+        """Generate again.  Idempotent; an engine that sleeps refuses (``is_asleep``)."""
+
+    @abstractmethod
+    async def is_paused(self, timeout: float) -> bool:
+        """Whether it generates nothing: somebody paused it, or it sleeps."""
+
+    @abstractmethod
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        """Give an engine that sleeps its memory again: ``weights``, ``kv_cache``.
+
+        One that has all of it afterwards generates again.
+        """
 
     @abstractmethod
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
@@ -50,7 +62,7 @@ class EngineControl(ABC):
 
     @abstractmethod
     async def start(self, timeout: float) -> None:
-        """``start_weight_update``."""
+        """``start_weight_update``; an engine whose weights sleep refuses (``is_asleep``)."""
 
     @abstractmethod
     async def update(self, info: dict[str, Any], timeout: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -68,6 +69,13 @@ class HttpEngine(EngineControl):
 
     async def resume(self, timeout: float) -> None:
         await self._call("POST", "/resume", timeout, repeat=True)
+
+    async def is_paused(self, timeout: float) -> bool:
+        return (await self._call("GET", "/is_paused", timeout)).get("is_paused") is not False
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        query = "&".join(f"tags={tag}" for tag in tags)
+        await self._call("POST", f"/wake_up?{query}", timeout, repeat=True)
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
         path = "/init_weight_transfer_engine"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from weightwire.errors import (
@@ -13,7 +13,7 @@ from weightwire.errors import (
     UnsupportedOperation,
     WeightWireError,
 )
-from weightwire_vllm import compat
+from weightwire_vllm.outcome import asleep
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 
 __all__ = ["AsyncEngine", "OfflineEngine", "local_engine"]
@@ -43,6 +43,7 @@ class OfflineEngine(EngineControl):
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._has_weights = False  # it sleeps, and its weights don't
         self.name = "LLM"
 
     async def check(self, timeout: float) -> None:
@@ -54,15 +55,31 @@ class OfflineEngine(EngineControl):
             raise UnsupportedOperation("an LLM can't be paused while it generates: update it after")
 
     async def resume(self, timeout: float) -> None:
-        pass
+        if self._sleeps:
+            raise TransferError(f"{self.name}: {asleep('resume', ['kv_cache'])}")
+
+    async def is_paused(self, timeout: float) -> bool:
+        return self._sleeps
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        _run(self.name, lambda: self._llm.wake_up(tags=list(tags)))
+        self._has_weights = self._sleeps and "weights" in tags
+
+    @property
+    def _sleeps(self) -> bool:
+        return bool(self._llm.llm_engine.is_sleeping())
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
         _run(self.name, lambda: self._llm.init_weight_transfer_engine({"init_info": info}))
 
     async def detach(self, timeout: float) -> None:
-        _run(self.name, lambda: compat.leave_session(self._llm))
+        from weightwire_vllm.compat import leave_session
+
+        _run(self.name, lambda: leave_session(self._llm))
 
     async def start(self, timeout: float) -> None:
+        if self._sleeps and not self._has_weights:
+            raise TransferError(f"{self.name}: {asleep('start_weight_update', ['weights'])}")
         _run(self.name, self._llm.start_weight_update)
 
     async def update(self, info: dict[str, Any], timeout: float) -> None:
@@ -99,8 +116,16 @@ class AsyncEngine(EngineControl):
     async def resume(self, timeout: float) -> None:
         await self._run(self._engine.resume_generation(), timeout)
 
+    async def is_paused(self, timeout: float) -> bool:
+        return bool(await self._run(self._engine.is_paused(), timeout))
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
+        await self._run(self._engine.wake_up(list(tags)), timeout)
+
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
-        request = compat.init_request(info)
+        from weightwire_vllm.compat import init_request
+
+        request = init_request(info)
         await self._run(self._engine.init_weight_transfer_engine(request), timeout)
 
     async def detach(self, timeout: float) -> None:
@@ -110,7 +135,9 @@ class AsyncEngine(EngineControl):
         await self._run(self._engine.start_weight_update(), timeout)
 
     async def update(self, info: dict[str, Any], timeout: float) -> None:
-        await self._run(self._engine.update_weights(compat.update_request(info)), timeout)
+        from weightwire_vllm.compat import update_request
+
+        await self._run(self._engine.update_weights(update_request(info)), timeout)
 
     async def finish(self, timeout: float) -> None:
         await self._run(self._engine.finish_weight_update(), timeout)

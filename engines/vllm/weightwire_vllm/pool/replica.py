@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightwire.deadline import Deadline
 from weightwire.errors import (
@@ -16,9 +16,12 @@ from weightwire.errors import (
     TransferTimeout,
     WeightWireError,
 )
-from weightwire_vllm.outcome import is_whole
+from weightwire_vllm.outcome import is_asleep, is_whole
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 from weightwire_vllm.pool.sight import ReplicaSight, Sight
+
+if TYPE_CHECKING:
+    from weightwire.contract import Policy
 
 __all__ = ["CachePolicy", "Replica", "ReplicaReport", "State"]
 
@@ -37,7 +40,8 @@ class ReplicaReport:
     Attributes:
         version: what it serves now.
         paused_seconds: from asking it to pause until it generates again.
-        seconds: by step: ``pause``, ``update``, ``verify``, ``caches``, ``resume``.
+        seconds: by step: ``pause``, ``update``, ``verify``, ``caches``, ``resume``; and
+            ``wake``, if it slept: its weights before the update, and the rest after it.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Replica:
         state: ``new`` until it is attached; ``out`` after a failure: it is paused, and no
             requests should be sent to it until an update succeeds.
         version: what it was last seen to serve.
+        applied: what the last update here brought to it.
         reason: why it is out.
         whole: whether one that is out holds what it held before.
         unfinished: whether one that is out holds the new version, and what comes after that
@@ -67,6 +72,7 @@ class Replica:
         self.receiver_id = receiver_id
         self.state: State = "new"
         self.version: int | None = None
+        self.applied: Policy | None = None
         self.reason = ""
         self.whole = False
         self.unfinished = False
@@ -108,7 +114,13 @@ class Replica:
         """Let one that failed serve what it held before; False if it isn't whole."""
         if not self.whole:
             return False
-        await self.engine.resume(_brief(deadline))
+        try:
+            await self._resume({}, deadline)
+        except WeightWireError:
+            # Of several data-parallel ranks some may generate by now.
+            with contextlib.suppress(WeightWireError):
+                await self.engine.pause("keep", _brief(deadline))
+            raise
         self.state, self.reason = "serving", ""
         return True
 
@@ -141,12 +153,15 @@ class Replica:
         brings: bool,
     ) -> ReplicaReport:
         steps: dict[str, float] = {}
-        self.state, self.whole, self.unfinished = "updating", False, False
+        self.state, self.whole, self.unfinished = "updating", False, not brings
         began = time.perf_counter()
+        is_untouched = brings
         try:
             with _timed(steps, "pause"):
                 await self.pause(mode, deadline)
+            is_untouched = False
             if brings:
+                await self._wake_weights(steps, mode, deadline)
                 with _timed(steps, "update"):
                     await self._bring(minimum, deadline)
             with _timed(steps, "verify"):
@@ -154,23 +169,51 @@ class Replica:
             if caches == "reset":
                 with _timed(steps, "caches"):
                     await self.engine.reset_caches(_brief(deadline))
-            with _timed(steps, "resume"):
-                await self.engine.resume(_brief(deadline))
+            await self._resume(steps, deadline)
         except BaseException as error:
             self.state, self.version = "out", None
             self.reason = str(error) or type(error).__name__
-            self.whole = is_whole(self.reason)
+            self.whole = is_untouched or is_whole(self.reason)
             raise
         self.state, self.version, self.reason = "serving", version, ""
         self.unfinished = False
         paused = time.perf_counter() - began
         return ReplicaReport(self.name, self.receiver_id, version, paused, steps)
 
-    async def _bring(self, minimum: int | None, deadline: Deadline) -> None:
-        """vLLM's three calls.  Where one's answer is lost, the session knows what came of it."""
-        before = (await self.look()).holding
+    async def _wake_weights(
+        self, steps: dict[str, float], mode: PauseMode, deadline: Deadline
+    ) -> None:
+        """Start the update; an engine that sleeps gets the memory of its weights first."""
         try:
             await self._start(deadline)
+        except TransferError as error:
+            if not is_asleep(str(error)):
+                raise
+        else:
+            return
+        with _timed(steps, "wake"):
+            with contextlib.suppress(TransferError):
+                # If nothing else slept it goes on by itself, unless its weights are no version's.
+                await self.engine.wake(["weights"], max(deadline.remaining(), 0.1))
+            await self.pause(mode, deadline)
+            await self._start(deadline)
+
+    async def _resume(self, steps: dict[str, float], deadline: Deadline) -> None:
+        try:
+            with _timed(steps, "resume"):
+                await self.engine.resume(_brief(deadline))
+        except TransferError as error:
+            if not is_asleep(str(error)):
+                raise
+            with _timed(steps, "wake"):
+                await self.engine.wake(["kv_cache"], max(deadline.remaining(), 0.1))
+            with _timed(steps, "resume"):
+                await self.engine.resume(_brief(deadline))
+
+    async def _bring(self, minimum: int | None, deadline: Deadline) -> None:
+        """The rest of vLLM's calls; where an answer is lost, the session knows what came of it."""
+        before = (await self.look()).holding
+        try:
             left = max(deadline.remaining(), 0.1)
             # A little less for the receiver, so that its own error arrives.
             info = {"version": minimum, "timeout": max(left * 0.95 - 0.2, 0.1)}
@@ -214,6 +257,7 @@ class Replica:
                 f"{self.name} names its tokens after version {said!r} and holds {version}: "
                 "is something else updating it?"
             )
+        self.applied = seen.holding
         return version
 
 
@@ -227,4 +271,4 @@ def _timed(steps: dict[str, float], step: str) -> Any:
     try:
         yield
     finally:
-        steps[step] = time.perf_counter() - began
+        steps[step] = steps.get(step, 0.0) + time.perf_counter() - began

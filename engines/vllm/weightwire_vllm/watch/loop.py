@@ -142,6 +142,9 @@ class Watcher:
                 if last:
                     self._voice.says("back", replica.name, engine=replica.name)
                 last, rest = "", self._options.poll
+                if await self._rests(replica, seen):
+                    await self._rest(rest)
+                    continue
                 if seen.attempt != tried:
                     tried, tries, try_again = seen.attempt, 0, 0.0
                 goal = seen.serving if replica.unfinished and not seen.behind else None
@@ -170,6 +173,9 @@ class Watcher:
             await replica.attach(Deadline(self._options.timeout))
             self._voice.says("attached", replica.name, engine=replica.name)
             seen = await replica.look()
+        if await self._rests(replica, seen):
+            self._metrics.state(replica.name, None, in_service=False)
+            return seen
         if seen.serving is None and seen.behind and replica.state == "serving":
             await replica.pause(self._options.mode, Deadline(self._options.timeout))
             replica.state, replica.reason = "out", "it holds no version of this session yet"
@@ -177,6 +183,12 @@ class Watcher:
         replica.version = seen.serving
         self._metrics.state(replica.name, seen.serving, in_service=replica.state == "serving")
         return seen
+
+    async def _rests(self, replica: Replica, seen: ReplicaSight) -> bool:
+        """Whether it was put to sleep with what is there for it: the next version wakes it."""
+        if seen.serving is not None or seen.attempt is None or seen.attempt != replica.applied:
+            return False
+        return replica.state == "serving" and await replica.engine.is_paused(10.0)
 
     async def _update(self, replica: Replica, version: int, *, brings: bool) -> bool:
         """Bring a version; or, where the engine holds it, do what failed after that."""
@@ -202,6 +214,7 @@ class Watcher:
         if self._options.on_failure == "restore" and await self._restored(replica):
             return
         whole = "it holds what it held before" if replica.whole else "it may hold a mixture"
+        whole = "it has the version, and the rest is tried again" if replica.unfinished else whole
         self._voice.says(
             "out", f"{replica.name} stays paused: {whole}", engine=replica.name, whole=replica.whole
         )
