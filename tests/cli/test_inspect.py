@@ -192,6 +192,28 @@ def test_a_page_goes_to_what_a_link_or_a_pipe_leads_to(session: Session, tmp_pat
     assert pipe.is_fifo()
 
 
+def test_following_waits_for_a_session_that_went_and_takes_the_new_one(
+    session: Session, tmp_path: Path
+) -> None:
+    command = [str(Path(sys.executable).parent / "weightwire"), "inspect", session.url, "--follow",
+               "--json", "--interval", "0.1"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        old = json.loads(process.stdout.readline())["session_id"]
+        (tmp_path / "made").rename(tmp_path / "old")
+        assert "doesn't exist" in process.stderr.readline()
+        made = Session.open(session.url, deadline=Deadline(10))
+        while (now := json.loads(process.stdout.readline())["session_id"]) == old:
+            pass
+        assert now == made.id
+        made.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_an_interrupt_leaves_no_part_of_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from doctor_rig import (
 import weightwire
 from weightwire.cli.doctor import _broken
 from weightwire.deadline import Deadline
-from weightwire.doctor import Check, Examination, Finding, Verdict
+from weightwire.doctor import Check, CheckOptions, Examination, Finding, Verdict, directory
 from weightwire.session.records import Record
 from weightwire.session.session import Session
 
@@ -355,6 +356,20 @@ def test_a_check_that_is_killed_leaves_nothing_in_the_directory(tmp_path: Path) 
     assert finding.verdict.details["log"].endswith("last words\n")
     assert len(finding.verdict.details["log"]) <= 4000
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("check", [directory.rename, directory.lock])
+def test_what_fails_in_a_child_names_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[CheckOptions], Verdict]
+) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("OSError: [Errno 28] No space left on device\nTraceback")
+
+    monkeypatch.setattr(directory, "together", full)
+    verdict = check(CheckOptions(str(tmp_path), directory=str(tmp_path)))
+    why = "OSError: [Errno 28] No space left on device"
+    assert verdict.summary == f"{tmp_path} can't be used ({why})"
+    assert "space" in verdict.remedy
 
 
 @pytest.mark.parametrize("option", ["--directory", "--session"])

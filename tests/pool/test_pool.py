@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import weightwire
-from weightwire.errors import ConfigError, PeerLost, TransferError
+from weightwire.deadline import Deadline
+from weightwire.errors import ConfigError, PeerLost, SessionError, TransferError
+from weightwire.session.session import Session
 from weightwire_vllm.pool import AsyncPool, UpdateFailed
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
+from weightwire_vllm.watch import Watcher, WatchOptions
 
 
 class Engine(EngineControl):
@@ -25,6 +29,8 @@ class Engine(EngineControl):
     def __init__(self, name: str, *, late: float = 0.0, broken: Exception | None = None) -> None:
         self.name = name
         self.lost = False
+        self.elsewhere = False
+        self.not_resumed = 0
         self._late = late
         self._broken = broken
         self._receiver: Any = None
@@ -38,9 +44,19 @@ class Engine(EngineControl):
         pass
 
     async def resume(self, timeout: float) -> None:
+        if self.not_resumed:
+            self.not_resumed -= 1
+            raise TransferError(f"{self.name}: /resume failed: busy")
+
+    async def is_paused(self, timeout: float) -> bool:
+        return False
+
+    async def wake(self, tags: Sequence[str], timeout: float) -> None:
         pass
 
     async def attach(self, info: dict[str, Any], timeout: float) -> None:
+        if self.elsewhere:
+            return
         await asyncio.sleep(self._late)
         self._receiver = await asyncio.to_thread(
             weightwire.open_receiver,
@@ -131,6 +147,64 @@ def test_an_engine_that_has_gone_is_no_longer_in_service(session):
     ) as sender:
         sender.send(1)
         run(session, engines, steps)
+
+
+def test_an_engine_that_has_the_version_and_did_not_resume_is_resumed_by_the_next_update(session):
+    engines = {"r": Engine("r")}
+
+    async def steps(pool: AsyncPool) -> None:
+        engines["r"].not_resumed = 1
+        with pytest.raises(UpdateFailed, match="/resume failed: busy"):
+            await pool.update(1)
+        assert pool.out == {"r": "r: /resume failed: busy"}
+        report = await pool.update(1)
+        assert report.updated["r"].version == 1
+        assert "update" not in report.updated["r"].seconds
+        assert pool.in_service == {"r": 1}
+        assert (await pool.update(1)).held == ("r",)
+
+    with weightwire.open_sender(
+        "filesystem", session=session, source={"w": torch.ones(8)}
+    ) as sender:
+        sender.send(1)
+        run(session, engines, steps)
+
+
+def test_a_watcher_resumes_an_engine_that_has_the_version_and_did_not_resume(session, capsys):
+    engine = Engine("r")
+    engine.not_resumed = 2
+
+    async def follow() -> int:
+        watcher = Watcher(WatchOptions(session, {"r": "http://127.0.0.1:1"}, "filesystem"))
+        (replica,) = watcher._pool.replicas.values()
+        replica.engine = engine
+        running = asyncio.create_task(watcher.run())
+        async with asyncio.timeout(60):
+            while replica.state != "serving" or replica.version != 1:
+                await asyncio.sleep(0.05)
+        watcher.stop()
+        return await running
+
+    with weightwire.open_sender(
+        "filesystem", session=session, source={"w": torch.ones(8)}
+    ) as sender:
+        sender.send(1)
+        assert asyncio.run(follow()) == 0
+    said = capsys.readouterr().out
+    assert said.count("1 failed: r: r: /resume failed: busy") == 2
+    assert "1 on 1 of 1 engines" in said
+
+
+def test_an_engine_that_attached_itself_elsewhere_is_named(session):
+    engine = Engine("r")
+    engine.elsewhere = True
+
+    async def steps(pool: AsyncPool) -> None:
+        with pytest.raises(SessionError, match="'r' isn't in the session: let it reach the same"):
+            await pool.attach()
+
+    Session.open(session, deadline=Deadline(10)).close()
+    run(session, {"r": engine}, steps)
 
 
 @pytest.mark.parametrize(

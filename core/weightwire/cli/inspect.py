@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +18,13 @@ from rich.text import Text
 
 from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.deadline import Deadline
+from weightwire.errors import AuthenticationError, SessionError
 from weightwire.inspection import SessionView, VersionView, inspect_session
 from weightwire.report import PHASES
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
 from weightwire.session_page import session_page
-from weightwire.units import human_seconds, rate
+from weightwire.units import human_seconds, printable, rate
 
 __all__ = ["inspect"]
 
@@ -36,7 +39,9 @@ def inspect(
     watch: Annotated[
         bool, typer.Option("--watch", "--follow", help="Redraw until interrupted.")
     ] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between looks.", min=0.1, max=86400)
+    ] = 1.0,
     limit: Annotated[int, typer.Option(help="How many versions to show.", min=1)] = 20,
     timeout: Annotated[float, typer.Option(help="Seconds for reaching the session.")] = 10.0,
     html: Annotated[
@@ -49,31 +54,70 @@ def inspect(
 ) -> None:
     """Show versions, receivers, phases, rates, lags and mismatches of a session."""
     refuse_page(html)
-    opened = Session.open(session, deadline=Deadline(timeout), read_only=True)
-    observer = LeaseObserver(opened)
+    with contextlib.closing(_Looked(session, timeout)) as looked:
 
-    def look() -> SessionView:
-        view = inspect_session(opened, observer, limit)
-        if html is not None:
-            write_page(html, session_page(view))
-        return view
+        def look() -> SessionView:
+            view = looked.look(limit)
+            if html is not None:
+                write_page(html, session_page(view))
+            return view
 
-    try:
-        if not watch:
-            _show_once(look(), as_json)
-            if html is not None and not as_json:
-                Console(soft_wrap=True).print(f"wrote {html}", markup=False)
+        if watch:
+            _follow(look, interval, as_json)
             return
-        if as_json:
-            while True:
-                print(json.dumps(look().to_dict()), flush=True)
-                time.sleep(interval)
-        with Live(console=Console(), auto_refresh=False) as live:
-            while True:
-                live.update(_render(look()), refresh=True)
-                time.sleep(interval)
-    finally:
-        opened.close()
+        _show_once(look(), as_json)
+        if html is not None and not as_json:
+            Console(soft_wrap=True).print(f"wrote {html}", markup=False)
+
+
+class _Looked:
+    """A session that is looked at, and opened again when it was lost or made anew."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._url, self._timeout = url, timeout
+        self._opened: Session | None = None
+        self._observer: LeaseObserver | None = None
+
+    def look(self, limit: int) -> SessionView:
+        try:
+            if self._opened is not None and self._opened.is_replaced():
+                self.close()
+            if self._opened is None or self._observer is None:
+                deadline = Deadline(self._timeout)
+                self._opened = Session.open(self._url, deadline=deadline, read_only=True)
+                self._observer = LeaseObserver(self._opened)
+            return inspect_session(self._opened, self._observer, limit)
+        except SessionError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with contextlib.suppress(SessionError):
+                opened.close()
+
+
+def _follow(look: Callable[[], SessionView], interval: float, as_json: bool) -> None:
+    """Look until interrupted; a session that was there once is waited for when it has gone."""
+    last = look()
+    lost = ""
+    with contextlib.nullcontext() if as_json else Live(auto_refresh=False) as live:
+        while True:
+            if live is not None:
+                waits = Text(f"waiting: {printable(lost)}", style="yellow") if lost else Text()
+                live.update(Group(_render(last), waits), refresh=True)
+            elif not lost:
+                print(json.dumps(last.to_dict()), flush=True)
+            time.sleep(interval)
+            try:
+                last, lost = look(), ""
+            except AuthenticationError:
+                raise
+            except SessionError as error:
+                if as_json and not lost:
+                    print(f"waiting: {printable(str(error))}", file=sys.stderr, flush=True)
+                lost = str(error)
 
 
 def _show_once(view: SessionView, as_json: bool) -> None:

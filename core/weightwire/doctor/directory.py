@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import statistics
@@ -38,7 +39,7 @@ _NAME = "weightwire.doctor.directory:"
 _OF_ONE_HOST = frozenset(
     {"tmpfs", "ramfs", "overlay", "ext4", "ext3", "xfs", "btrfs", "zfs", "f2fs", "apfs"}
 )
-_CHOOSE = "choose another directory (--directory), or mend its permissions and mount"
+_CHOOSE = "choose another directory (--directory), or mend its space, permissions and mount"
 
 
 def rename(options: CheckOptions) -> Verdict:
@@ -53,7 +54,7 @@ def rename(options: CheckOptions) -> Verdict:
             ]
             replaced, seen = together(steps, options.scratch, options.seconds - 5)
             kind = filesystem_kind(place)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         return _cannot(options, error)
     if seen["torn"] or seen["missing"]:
         return Verdict.failed(
@@ -112,7 +113,8 @@ def fsync(options: CheckOptions) -> Verdict:
                 began = time.perf_counter()
                 descriptor = os.open(place / str(number), os.O_WRONLY | os.O_CREAT, 0o600)
                 try:
-                    os.write(descriptor, b"x" * _RECORD)
+                    if os.write(descriptor, b"x" * _RECORD) < _RECORD:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -147,7 +149,7 @@ def lock(options: CheckOptions) -> Verdict:
             steps = [Step(f"{_NAME}contend", [str(place), who]) for who in ("one", "other")]
             one, other = together(steps, options.scratch, options.seconds - 5)
             kind = filesystem_kind(place)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         return _cannot(options, error)
     won = one["won"] + other["won"]
     if refusal := one["error"] or other["error"]:
@@ -288,6 +290,8 @@ def _remove(place: Path) -> None:
         place.rmdir()
 
 
-def _cannot(options: CheckOptions, error: OSError) -> Verdict:
-    reason = error.strerror or type(error).__name__
+def _cannot(options: CheckOptions, error: OSError | RuntimeError) -> Verdict:
+    """The latter is what a child says."""
+    reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0][:300]
+    reason = reason or type(error).__name__
     return Verdict.failed(f"{options.directory} can't be used ({reason})", _CHOOSE)

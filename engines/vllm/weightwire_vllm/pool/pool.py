@@ -174,7 +174,9 @@ class AsyncPool:
         async def one(replica: Replica) -> ReplicaReport | None:
             seen = await self._await_offer(replica, version, deadline)
             if seen.wanted is None:
-                return None
+                # One that failed and holds what is asked for only has to serve it.
+                concludes = replica.state == "out"
+                return await replica.conclude(mode, caches, deadline) if concludes else None
             async with gate.at_most(seen.most_out if seen.stored else None):
                 return await replica.update(seen.wanted, mode, caches, deadline)
 

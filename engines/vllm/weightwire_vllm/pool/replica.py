@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightwire.deadline import Deadline
-from weightwire.errors import PeerLost, TransferError, TransferTimeout, WeightWireError
+from weightwire.errors import (
+    PeerLost,
+    SessionError,
+    TransferError,
+    TransferTimeout,
+    WeightWireError,
+)
 from weightwire_vllm.outcome import is_asleep, is_whole
 from weightwire_vllm.pool.engines import EngineControl, PauseMode
 from weightwire_vllm.pool.sight import ReplicaSight, Sight
@@ -55,6 +61,8 @@ class Replica:
         applied: what the last update here brought to it.
         reason: why it is out.
         whole: whether one that is out holds what it held before.
+        unfinished: whether one that is out holds the new version, and what comes after that
+            (its name, caches, resume) failed: ``conclude`` tries again.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class Replica:
         self.applied: Policy | None = None
         self.reason = ""
         self.whole = False
+        self.unfinished = False
         self._sight = sight
         self._info = {**info, "receiver_id": receiver_id}
 
@@ -88,6 +97,11 @@ class Replica:
                 self.state, self.version, self.reason = "out", None, str(error)
             raise
         seen = await self.look()
+        if not seen.joined:
+            raise SessionError(
+                f"{self.name} says that it is attached, and {self.receiver_id!r} isn't in the "
+                "session: let it reach the same one under this URL"
+            )
         self.version = seen.serving
         if self.state == "new":
             self.state = "serving"
@@ -121,17 +135,35 @@ class Replica:
         Raises:
             WeightWireError: the engine is paused and out; the message has its reason.
         """
+        return await self._through(minimum, mode, caches, deadline, brings=True)
+
+    async def conclude(
+        self, mode: PauseMode, caches: CachePolicy, deadline: Deadline
+    ) -> ReplicaReport:
+        """``update`` of one that is out and holds its version already."""
+        return await self._through(None, mode, caches, deadline, brings=False)
+
+    async def _through(
+        self,
+        minimum: int | None,
+        mode: PauseMode,
+        caches: CachePolicy,
+        deadline: Deadline,
+        *,
+        brings: bool,
+    ) -> ReplicaReport:
         steps: dict[str, float] = {}
-        self.state, self.whole = "updating", False
+        self.state, self.whole, self.unfinished = "updating", False, not brings
         began = time.perf_counter()
-        is_untouched = True
+        is_untouched = brings
         try:
             with _timed(steps, "pause"):
                 await self.pause(mode, deadline)
             is_untouched = False
-            await self._wake_weights(steps, mode, deadline)
-            with _timed(steps, "update"):
-                await self._bring(minimum, deadline)
+            if brings:
+                await self._wake_weights(steps, mode, deadline)
+                with _timed(steps, "update"):
+                    await self._bring(minimum, deadline)
             with _timed(steps, "verify"):
                 version = await self._verified(minimum, deadline)
             if caches == "reset":
@@ -144,6 +176,7 @@ class Replica:
             self.whole = is_untouched or is_whole(self.reason)
             raise
         self.state, self.version, self.reason = "serving", version, ""
+        self.unfinished = False
         paused = time.perf_counter() - began
         return ReplicaReport(self.name, self.receiver_id, version, paused, steps)
 
@@ -217,6 +250,7 @@ class Replica:
                 f"{self.name} serves {'no version' if version is None else f'version {version}'} "
                 f"after an update: {seen.tainted or 'its ranks disagree'}"
             )
+        self.unfinished = True
         said = await self.engine.name_version(str(version), _brief(deadline))
         if said != str(version):
             raise TransferError(

@@ -147,8 +147,10 @@ class Watcher:
                     continue
                 if seen.attempt != tried:
                     tried, tries, try_again = seen.attempt, 0, 0.0
-                if seen.wanted is not None and time.monotonic() >= try_again:
-                    if await self._update(replica, seen.wanted):
+                goal = seen.serving if replica.unfinished and not seen.behind else None
+                goal = goal if seen.wanted is None else seen.wanted
+                if goal is not None and time.monotonic() >= try_again:
+                    if await self._update(replica, goal, brings=seen.wanted is not None):
                         tried = None
                     else:
                         tries += 1
@@ -188,12 +190,15 @@ class Watcher:
             return False
         return replica.state == "serving" and await replica.engine.is_paused(10.0)
 
-    async def _update(self, replica: Replica, version: int) -> bool:
+    async def _update(self, replica: Replica, version: int, *, brings: bool) -> bool:
+        """Bring a version; or, where the engine holds it, do what failed after that."""
         options = self._options
+        deadline = Deadline(options.timeout)
         try:
-            report = await replica.update(
-                version, options.mode, options.caches, Deadline(options.timeout)
-            )
+            if brings:
+                report = await replica.update(version, options.mode, options.caches, deadline)
+            else:
+                report = await replica.conclude(options.mode, options.caches, deadline)
         except WeightWireError as error:
             self._metrics.failed(replica.name)
             self._metrics.state(replica.name, None, in_service=False)
@@ -209,6 +214,7 @@ class Watcher:
         if self._options.on_failure == "restore" and await self._restored(replica):
             return
         whole = "it holds what it held before" if replica.whole else "it may hold a mixture"
+        whole = "it has the version, and the rest is tried again" if replica.unfinished else whole
         self._voice.says(
             "out", f"{replica.name} stays paused: {whole}", engine=replica.name, whole=replica.whole
         )
