@@ -8,6 +8,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ENV := HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
+# Tests run beside each other, on tiny tensors: threads of each would only wait for cores.
+TEST_ENV := $(ENV) OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
 .PHONY: setup demo test soak families lint docs format wheel clean
 
@@ -20,7 +22,7 @@ demo: setup
 	$(ENV) $(BIN)/weightwire demo
 
 test: setup
-	$(ENV) $(BIN)/pytest -m "not soak" --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TEST_ENV) $(BIN)/pytest -m "not soak" --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup
 	$(ENV) $(BIN)/python scripts/soak.py $(ARGS)

@@ -1,8 +1,7 @@
 """In which order test files are given to the processes that run them beside each other.
 
-A file runs in one process, since its tests share what is slow to make.  Those that take
-longest begin, so that none of them runs alone at the end; engines, which take all cores,
-alternate with others.
+A file runs in one process, since its tests share what is slow to make; so do some files
+together.  Those that take longest begin, so that none of them runs alone at the end.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-TOGETHER = tuple(f"vllm/test_{name}.py" for name in ("server", "in_flight", "sleep", "watch"))
+SERVERS = tuple(f"vllm/test_{name}.py" for name in ("server", "in_flight", "sleep", "watch"))
 """These share servers: one process runs them all."""
+ENGINES = tuple(
+    f"vllm/test_{name}.py"
+    for name in ("engine", "tensor_parallel", "packed", "families", "in_process", "adapter")
+)
+"""Engines take all cores: one process starts them, one after the other."""
 FIRST = (
-    *TOGETHER,
-    "cli/test_docs.py",
+    *SERVERS,
+    *ENGINES,
     "sharding/test_sharded_trainers.py",
     "conformance/test_command.py",
-    "conformance/test_culprits.py",
-    "vllm/test_plan.py",
     "doctor/test_doctor.py",
-    "vllm/test_engine.py",
+    "conformance/test_culprits.py",
     "sessions/test_stores.py",
-    "cli/test_demo.py",
     "chaos/test_chaos.py",
-    "vllm/test_tensor_parallel.py",
+    "cli/test_docs.py",
+    "vllm/test_plan.py",
     "thirdparty/test_conformance.py",
+    "cli/test_demo.py",
     "conformance/test_builtin.py",
-    "vllm/test_packed.py",
     "cli/test_commands.py",
-    "vllm/test_families.py",
     "nixl/test_faults.py",
-    "vllm/test_in_process.py",
     "examples/test_examples.py",
-    "vllm/test_adapter.py",
     "faults/test_loss.py",
     "faults/test_interrupts.py",
     "core/test_membership.py",
@@ -63,6 +62,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope = str(super()._split_scope(nodeid))
-            return TOGETHER[0] if scope.endswith(TOGETHER) else scope
+            return next((files[0] for files in (SERVERS, ENGINES) if scope.endswith(files)), scope)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -19,7 +19,7 @@ def demo(*arguments: str) -> tuple[int, dict]:
     return result.returncode, json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("backend", ["filesystem", "nixl"])
+@pytest.mark.parametrize("backend", ["filesystem", pytest.param("nixl", marks=pytest.mark.soak)])
 def test_three_steps_reach_vllm_and_equal_a_fresh_engine(backend):
     code, outcome = demo("--steps", "3", "--backend", backend)
     assert code == 0

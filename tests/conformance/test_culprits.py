@@ -15,7 +15,7 @@ from culprit_lab import Lab
 from weightwire_conformance.outcomes import Outcome
 from weightwire_conformance.scenario import cases
 
-JOBS = 4
+JOBS = 3
 
 
 def test_every_culprit_is_known() -> None:

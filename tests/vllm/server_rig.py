@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -240,11 +241,27 @@ class Server:
     @contextlib.contextmanager
     def asked_for_long(self, tokens: list[int]) -> Iterator[None]:
         """A request is in flight, whatever happens meanwhile; its client goes at the end."""
-        body = self._asking(tokens, LONGEST - len(tokens) - 1) | {"stream": True}
-        with self.client.stream("POST", "/inference/v1/generate", json=body) as answer:
-            chunks = answer.iter_raw()  # without which the connection would be closed
-            next(chunks)
-            yield
+        body = json.dumps(self._asking(tokens, LONGEST - len(tokens) - 1))
+        head = (
+            "POST /inference/v1/generate HTTP/1.1",
+            f"Host: 127.0.0.1:{self.port}",
+            *((f"Authorization: Bearer {self.key}",) if self.key else ()),
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        )
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall("\r\n".join((*head, "", body)).encode())
+            deadline = time.monotonic() + 60
+            while not self._running():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            yield  # vLLM drops a request whose connection ends
+
+    def _running(self) -> bool:
+        metrics = self.client.get("/metrics").text
+        return (
+            re.search(r"^vllm:num_requests_running\{.*\} [1-9]", metrics, re.MULTILINE) is not None
+        )
 
     def generate(self, tokens: list[int], most: int = 8) -> dict[str, Any]:
         """Greedy tokens, and after which versions they are named."""
@@ -274,7 +291,7 @@ def is_caught(answer: dict[str, Any], mode: str) -> bool:
 class Load:
     """Requests in flight, one after the other on each of some threads, until the end."""
 
-    def __init__(self, server: Server, threads: int = 3, most: int = 60) -> None:
+    def __init__(self, server: Server, threads: int = 2, most: int = 24) -> None:
         self.answers: list[httpx.Response] = []
         self._server = server
         self._most = most

@@ -69,7 +69,7 @@ CASES = {
     "deepseek_v3 dp=2 ep=2": ("deepseek_v3", "fsdp=3", "dp=2,ep=2", EXPERTS),
     "llama pp=2": ("llama", "fsdp=2", "pp=2", {"pipeline_parallel_size": 2}),
 }
-SLICE = ("qwen3_moe tp=2 ep=2",)
+SLICE = ("qwen3-tied",)
 
 
 def plans_of_an_engine(command, dp, environment):

@@ -37,8 +37,8 @@ def test_a_pool_of_two_shapes_gets_versions_under_load(servers, cold, session):
             assert set(report.updated) == set(urls)
             assert pool.in_service == dict.fromkeys(urls, 1)
             assert all(0 < r.paused_seconds < 60 for r in report.updated.values())
-            load.goes_on(6)
-            other.goes_on(6)
+            load.goes_on(3)
+            other.goes_on(3)
         for server, sent in ((a, load), (b, other)):
             old = before[server]
             for request in spans(sent.answers):
