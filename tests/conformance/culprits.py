@@ -18,7 +18,7 @@ OTHERS = {
     "probes-for-ever",
 }
 
-HURRIED = "is gone|reused the slot|no announcement"
+HURRIED = "is gone|gave up|reused the slot|no announcement"
 UNFIT = "state that it doesn't know"
 UNNOTICED = "receive should have failed"
 SILENT = "isn't version|isn't what was sent"

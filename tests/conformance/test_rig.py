@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -36,7 +37,6 @@ def raises(fleet) -> None:
 
 @pytest.mark.parametrize("backend", ["memory", "filesystem"])
 def test_nothing_is_left_of_a_scenario_that_fails(backend: str) -> None:
-    pool = Pool()
     pids: list[int] = []
 
     def body(fleet) -> None:
@@ -47,12 +47,15 @@ def test_nothing_is_left_of_a_scenario_that_fails(backend: str) -> None:
             held.extend(path for w in fleet._workers for path in shared_files(w.pid))
 
     held: list[str] = []
-    result = Bench(pool).run(Case("x", "tensors", "", body), prepare(pool, backend, {}))
-    assert result.outcome is Outcome.FAILED
-    assert result.reason == "in the midst of a version"
-    assert not any(alive(pid) for pid in pids)
-    assert not [path for path in held if Path(path).exists()]
-    pool.close()
+    with contextlib.closing(Pool()) as pool:
+        result = Bench(pool).run(Case("x", "tensors", "", body), prepare(pool, backend, {}))
+        assert result.outcome is Outcome.FAILED
+        assert result.reason == "in the midst of a version"
+        deadline = time.monotonic() + 10  # a killed process closes its connection, and then goes
+        while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(alive(pid) for pid in pids)
+        assert not [path for path in held if Path(path).exists()]
     assert not pool.directory.exists()
 
 
