@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from weightwire_conformance.chaos.world import World
     from weightwire_conformance.rig import Side
 
-__all__ = ["FAULTS", "Fault"]
+__all__ = ["FAULTS", "SLOWEST", "Fault"]
 
 _FILLER = "filler"
+SLOWEST = 0.2
+"""Seconds by which a connection is slowed at most, each way."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _cut_connections(world: World) -> bool:
 def _slow_connections(world: World) -> None:
     """To the session's server, for as long as this version takes."""
     assert world.proxy is not None  # noqa: S101 - it is possible
-    world.proxy.delay = world.dice.choice([0.02, 0.2])
+    world.proxy.delay = world.dice.choice([0.02, SLOWEST])
+    world.slowed = 2  # this version's calls, and those that go on during the next
 
 
 def _restart_server(world: World) -> None:
