@@ -164,31 +164,24 @@ def test_what_does_not_fit_changes_nothing(llm, model, tmp_path):
         r"down_proj' A: \(2, 96\) is sent, \(4, 96\) is served",
         r"layers.1.mlp.up_proj.*nothing is sent",
     ]
-    for version, (other, word) in enumerate(zip(others, words, strict=True), 1):
+
+    def is_whole_when_refused(version, source, adapter, word):
         with (
             Pool({"r": engine}, **options, target="adapter", adapter=adapter) as pool,
             weightwire.open_sender(
-                "filesystem", session=session, source=weightwire.LoraAdapter(other)
+                "filesystem", session=session, source=weightwire.LoraAdapter(source)
             ) as sender,
         ):
             pool.attach()
             sender.send(version)
             with pytest.raises(UpdateFailed, match=word):
                 pool.update(version)
-            assert pool.replicas["r"].whole
             pool.detach()
-    refused = {"id": 1, "config": {**config, "use_dora": True}}
-    with (
-        Pool({"r": engine}, **options, target="adapter", adapter=refused) as pool,
-        weightwire.open_sender(
-            "filesystem", session=session, source=weightwire.LoraAdapter(model)
-        ) as sender,
-    ):
-        pool.attach()
-        sender.send(3)
-        with pytest.raises(UpdateFailed, match="DoRA"):
-            pool.update(3)
-        pool.detach()
+            return pool.replicas["r"].whole
+
+    for version, (other, word) in enumerate(zip(others, words, strict=True), 1):
+        assert is_whole_when_refused(version, other, adapter, word)
+    is_whole_when_refused(3, model, {"id": 1, "config": {**config, "use_dora": True}}, "DoRA")
     with pytest.raises(ConfigError, match="go together"):
         Pool({"r": engine}, **options, target="adapter")
     assert equal(held(engine), before)

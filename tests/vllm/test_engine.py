@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from server_rig import damage
 
 import weightwire
 from weightwire.errors import (
@@ -77,14 +78,7 @@ def test_an_older_offer_than_asked_for_is_left_alone(attached, session):
 def test_a_damaged_version_leaves_an_engine_that_recovers(attached, session, tmp_path):
     lab = attached
     send(session, lab.models["B"], 1)
-    payloads = sorted((tmp_path / "run").rglob("*.safetensors"))
-    largest = max(payloads, key=lambda path: path.stat().st_size)
-    largest.chmod(0o600)
-    with largest.open("r+b") as file:
-        file.seek(-3, 2)
-        last = file.read(1)
-        file.seek(-3, 2)
-        file.write(bytes([last[0] ^ 1]))
+    damage(tmp_path / "run")
     with pytest.raises(TransferError):
         inprocess.update(lab.llm)
     lab.now()  # it generates

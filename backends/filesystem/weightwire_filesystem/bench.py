@@ -124,8 +124,6 @@ def _rounds(trainer: _Trainer, engine: _Engine, directory: Path, repeats: int) -
             parts[(number + i) % len(parts)](trainer, engine, number, clock)
         if number:
             clock.times["total"] = clock.times["publish"] + clock.times["apply"]
-            clock.times["unverified"] = clock.times["unverified.publish"]
-            clock.times["unverified"] += clock.times["unverified.apply"]
             for name, seconds in (clock.times | clock.phases).items():
                 samples.setdefault(name, []).append(seconds)
             extra = max(extra, clock.extra)
@@ -172,9 +170,8 @@ def _transfer(trainer: _Trainer, engine: _Engine, number: int, clock: _Clock) ->
 
 
 def _unverified(trainer: _Trainer, engine: _Engine, number: int, clock: _Clock) -> None:
-    with clock("unverified.publish"):
+    with clock("unverified"):
         trainer.publish(number + 1, verified=False)
-    with clock("unverified.apply"):
         engine.ask("apply", "unverified")
     if engine.ask("digest") != trainer.digest():
         raise TransferError(f"round {number}: the engine doesn't hold the trainer's bytes")

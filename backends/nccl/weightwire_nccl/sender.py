@@ -76,9 +76,10 @@ class NcclSender(SenderTransport):
 
     def set_table(self, table: TensorTable) -> None:
         rank = self._context.rank
-        if table.digest() == self._table_digest:
+        digest = table.digest()
+        if digest == self._table_digest:
             return  # readers told their plans for it, and won't again
-        self._table, self._table_digest = table, table.digest()
+        self._table, self._table_digest = table, digest
         self._shards = shards_by_owner(table).get(rank, [{} for _ in table.groups])
         self._seals = [seal_bound(len(shards)) for shards in self._shards]
         self._plans.clear()
