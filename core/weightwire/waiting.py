@@ -34,11 +34,14 @@ class Waiting:
         missing: who hasn't acted yet.
         grace: seconds by which this wait outlasts the call's deadline, because the
             one who is waited for has the same deadline and will say why it failed.
+        bell: takes whom to call when there may be news, where somebody can tell; the wait
+            looks from time to time all the same.
     """
 
     for_what: str
     missing: Sequence[str]
     grace: float = 0.0
+    bell: Callable[[Callable[[], None]], None] | None = None
 
 
 class Act:
@@ -102,6 +105,8 @@ class Run(Generic[T]):
                     waits_since = now if waits_since is None else waits_since
                     # Looks are a tenth of the wait so far apart: soon at first, cheap later.
                     pause = min(max(_FIRST_PAUSE, (now - waits_since) / 10), _LAST_PAUSE)
+                    if step.bell is not None:
+                        step.bell(self._watch.ring)
                     self._watch.pause(pause, step.grace)
                 else:
                     waits_since = None

@@ -86,6 +86,11 @@ class ReceiverMachine:
     def _answer(self, policy: Policy, sentinel: str) -> str:
         return keys.answer(policy, sentinel, self.receiver_id, self.member.incarnation)
 
+    def _reply(self, policy: Policy, sentinel: str, record: Ready | Applied) -> None:
+        """Write this replica's answer, and call the sender that waits for it."""
+        self.session.write(self._answer(policy, sentinel), record)
+        self.session.ring("receivers")
+
     def _enter(self, state: ReceiverState) -> None:
         if state not in RECEIVER_TRANSITIONS[self.state]:
             raise AssertionError(f"receiver can't go from {self.state} to {state}")
@@ -208,7 +213,7 @@ class ReceiverMachine:
                 return record
             if record is not None and self.capabilities.flow != "store":
                 self._decline_low(record.offer.policy, minimum)
-            yield Waiting("offer", (self._who_offers(),))
+            yield self._waiting("offer", self._who_offers())
 
     def await_offer_or_stored(
         self, minimum: int, stored: Callable[[], int | None]
@@ -230,7 +235,7 @@ class ReceiverMachine:
             # A newer one may be on its way there: an older one isn't current.
             if finished is not None and minimum <= finished.version == stored():
                 return finished
-            yield Waiting("offer", (self._who_offers(),))
+            yield self._waiting("offer", self._who_offers())
 
     def detour_begins(self) -> None:
         """The target is about to be written to on another way: it serves nothing."""
@@ -256,6 +261,9 @@ class ReceiverMachine:
         self.serving, self.tainted = None, ErrorInfo.of(why)
         self._settle()
         self._write_current_status()
+
+    def _waiting(self, record: str, whom: str) -> Waiting:
+        return Waiting(record, (whom,), bell=self.session.bell("senders"))
 
     def policy_of(self, version: int) -> Policy | None:
         """The finished policy with this version number, or None if none counts."""
@@ -287,26 +295,25 @@ class ReceiverMachine:
     def decline(self, policy: Policy) -> None:
         """Tell a sender that this replica takes another way."""
         reason = ConfigError("it takes another offer")
-        self.session.write(self._answer(policy, "ready"), Ready(declined=ErrorInfo.of(reason)))
+        self._reply(policy, "ready", Ready(declined=ErrorInfo.of(reason)))
 
     def _decline_low(self, policy: Policy, minimum: int) -> None:
         """Tell a sender that waits for us that we wait for a later version."""
         self._tried = policy
         reason = ConfigError(f"it waits for version {minimum} or later: send that")
-        self.session.write(self._answer(policy, "ready"), Ready(declined=ErrorInfo.of(reason)))
+        self._reply(policy, "ready", Ready(declined=ErrorInfo.of(reason)))
 
     def _prepare(self, offer: Offer) -> Steps[None]:
-        place = self._answer(offer.policy, "ready")
         try:
             transports: tuple[bytes, ...] = yield Prepare(offer)
         except GeneratorExit:
             raise
         except BaseException as error:
             self._tried = offer.policy
-            self.session.write(place, Ready(declined=ErrorInfo.of(error)))
+            self._reply(offer.policy, "ready", Ready(declined=ErrorInfo.of(error)))
             raise
         if self.capabilities.flow != "store":
-            self.session.write(place, Ready(transports))
+            self._reply(offer.policy, "ready", Ready(transports))
         self._enter(ReceiverState.READY)
 
     def _await_start(self, offer: Offer) -> Steps[bool]:
@@ -341,7 +348,7 @@ class ReceiverMachine:
                     f"the sender (process {sender.record.pid} on {sender.record.host}) is gone "
                     f"({self.observer.why_gone(sender)}) before it started {policy}: restart it"
                 )
-            yield Waiting("started", ("the sender",))
+            yield self._waiting("started", "the sender")
 
     def _await_turn(self, record: OfferRecord) -> Steps[bool]:
         """True once this replica may stop serving; False when there is a newer version."""
@@ -364,21 +371,19 @@ class ReceiverMachine:
         """
         if self.state is not ReceiverState.READY or self.capabilities.flow == "store":
             return
-        ready, info = self._answer(policy, "ready"), ErrorInfo.of(error)
+        info = ErrorInfo.of(error)
         # The error that is being raised matters more than a session that is gone.
         with contextlib.suppress(SessionError):
             if isinstance(error, TransferError) and not isinstance(error, Cancelled):
                 # Out of time, or it took the sender for dead: it may call again for this offer.
-                self.session.delete(ready)
+                self.session.delete(self._answer(policy, "ready"))
             else:
                 self._tried = policy
-                self.session.write(ready, Ready(declined=info))
+                self._reply(policy, "ready", Ready(declined=info))
             if self.session.read(keys.version(policy, "started"), Started) is not None:
                 self._tried = policy
                 tainted = self.tainted is not None
-                self.session.write(
-                    self._answer(policy, "applied"), Applied(error=info, tainted=tainted)
-                )
+                self._reply(policy, "applied", Applied(error=info, tainted=tainted))
 
     def _install(self, offer: Offer) -> Steps[Policy]:
         policy = offer.policy
@@ -409,7 +414,7 @@ class ReceiverMachine:
         self._write_status(Status("serving", policy, digest=applied.digest))
         self._release()
         # The last write: once the sender has read it, it may take the session away.
-        self.session.write(self._answer(policy, "applied"), applied)
+        self._reply(policy, "applied", applied)
         return policy
 
     def _fail(
@@ -426,9 +431,7 @@ class ReceiverMachine:
             self._write_current_status()
             self._release()
             tainted = self.tainted is not None
-            self.session.write(
-                self._answer(policy, "applied"), Applied(error=info, tainted=tainted)
-            )
+            self._reply(policy, "applied", Applied(error=info, tainted=tainted))
 
     def _settle(self) -> None:
         self.state = ReceiverState.TAINTED if self.tainted is not None else ReceiverState.IDLE

@@ -202,11 +202,13 @@ class SenderMachine:
                 max_unavailable=terms.max_unavailable,
             ),
         )
+        self.session.ring("senders")
 
     def _start(self, policy: Policy, readers: Mapping[str, Member]) -> None:
         self._refuse_if_superseded()
         started = Started({name: readers[name].incarnation for name in sorted(readers)})
         self.session.write(keys.version(policy, "started"), started)
+        self.session.ring("senders")
         self._enter(SenderState.STARTED)
 
     def _conclude(self, policy: Policy, error: BaseException | None, began: float) -> None:
@@ -222,6 +224,7 @@ class SenderMachine:
                 finished = written is not None and written.error is None and not written.more
             if finished:
                 self._finish(policy.version)
+            self.session.ring("senders")
         except SessionError:
             if error is None:
                 raise  # else the first error matters more than a session that is gone
@@ -364,7 +367,7 @@ class SenderMachine:
             missing = sorted(roster.keys() - readers.keys())
             if not missing:
                 return readers
-            yield Waiting("receiver_ready", tuple(f"receiver {name!r}" for name in missing))
+            yield self._waiting("receiver_ready", missing)
 
     def _leave_behind(
         self,
@@ -428,7 +431,11 @@ class SenderMachine:
                     self._lose(receiver_id, why, roster, offering)
             missing = sorted(roster.keys() - applied)
             if missing:
-                yield Waiting("receiver_applied", tuple(f"receiver {name!r}" for name in missing))
+                yield self._waiting("receiver_applied", missing)
+
+    def _waiting(self, sentinel: str, missing: Sequence[str]) -> Waiting:
+        who = tuple(f"receiver {name!r}" for name in missing)
+        return Waiting(sentinel, who, bell=self.session.bell("receivers"))
 
     def _declined(self, offer: Offer, member: Member) -> ErrorInfo | None:
         """Why a receiver of a stored version can't take it, or None."""

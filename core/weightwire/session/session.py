@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import secrets
 import time
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from weightwire.deadline import Deadline
@@ -25,6 +27,9 @@ _PART = 2 << 20
 _MAX_PARTS = 1 << 12
 
 R = TypeVar("R", bound=Record)
+
+Bell: TypeAlias = Literal["senders", "receivers"]
+"""Who rings."""
 
 
 def _split(url: object) -> SplitResult:
@@ -204,6 +209,14 @@ class Session:
         """True when the store now holds another session than the one that was opened."""
         payload = self.store.get(keys.SESSION)
         return payload is None or self._peek(payload).id != self.id
+
+    def ring(self, bell: Bell) -> None:
+        """Tell the others that this side has written something that they may wait for."""
+        self.store.ring(bell)
+
+    def bell(self, bell: Bell) -> Callable[[Callable[[], None]], None]:
+        """For ``Waiting``: takes whom to call when that side rings."""
+        return functools.partial(self.store.listen, bell)
 
     def close(self) -> None:
         self.store.close()

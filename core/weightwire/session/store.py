@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -61,6 +62,23 @@ class SessionStore(ABC):
     def delete_tree(self, prefix: str) -> None:
         """Remove ``prefix`` and every key below it."""
 
+    def ring(self, bell: str) -> None:
+        """Tell those who listen to ``bell`` that there are new records.
+
+        With ``listen``, for stores that can call their clients: those who wait learn of records
+        sooner than they would look for them.  A ring may be lost, nobody waits for it, and
+        it raises nothing.
+
+        Args:
+            bell: a valid key; it is no record.
+        """
+
+    def listen(self, bell: str, call: Callable[[], None]) -> None:
+        """Call ``call``, and nobody who listened before, after each ring, on any thread.
+
+        Cheap where the same bell is listened to already.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release the connection; the records stay.  Idempotent."""
@@ -96,6 +114,12 @@ class PartOfStore(SessionStore):
 
     def delete_tree(self, prefix: str) -> None:
         self._whole.delete_tree(self._key(prefix))
+
+    def ring(self, bell: str) -> None:
+        self._whole.ring(self._key(bell))
+
+    def listen(self, bell: str, call: Callable[[], None]) -> None:
+        self._whole.listen(self._key(bell), call)
 
     def close(self) -> None:
         """The whole store is closed by whoever opened it."""
