@@ -105,6 +105,7 @@ class SendPlan:
                 continue
             with phases.timed("wait"):
                 slot = transport.slot(group, layout.nbytes) if layout.places else None
+            staged_before = self._staged
             with phases.timed("stage"), torch.no_grad():
                 if isinstance(tensors, Stream):
                     on_device = tensors.device.type in capabilities.devices
@@ -119,12 +120,13 @@ class SendPlan:
                     if pieces:
                         whole = {i: staged[i] for i in assembled}
                         exchange.move(self.table, pieces, tensors, whole)
-                if slot is None and len(self._scratches) > 1:
-                    transport.settle()  # the next group may take the memory of the one before
             if not layout.places:
                 continue  # this rank only gave its shards to others
             with phases.timed("verify"):
                 digests = self._digests(turn, layout, staged, verify, version)
+            if self._staged > staged_before and len(self._scratches) > 1:
+                with phases.timed("wait"):
+                    transport.settle()  # the next group may take the memory of the one before
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests, self._rank))
             total = (total + sum(digests.values())) & _MASK
