@@ -157,11 +157,15 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if compat.is_attention(layer)]
 
 
-def finish_attention(layers: Iterable[nn.Module], model_config: Any) -> None:
-    """What a cold load does to attention layers after all others."""
+def finish_attention(layers: Iterable[nn.Module], config: Any) -> None:
+    """What a cold load does to attention layers after all others.
+
+    Args:
+        config: the engine's, with its model and its load config.
+    """
     for layer in layers:
         pins = _Pins([layer, getattr(layer, "impl", None)])
-        compat.finish_attention(layer, model_config)
+        compat.finish_attention(layer, config)
         pins.restore()
 
 

@@ -165,7 +165,7 @@ class VllmTarget(WeightTarget):
             while update.due:
                 self._finish(update.due.popleft()[1])
             update.changed = True
-            finish_attention(plan.attention, self._config.model_config)
+            finish_attention(plan.attention, self._config)
         self._synchronize()
         self._update = None
 

@@ -172,10 +172,26 @@ def _timed(layer: nn.Module, method: Any) -> AbstractContextManager[Any]:
     return clock
 
 
-def finish_attention(layer: nn.Module, model_config: Any) -> None:
-    """Derive what an attention layer keeps of its own, MLA's absorbed weights above all."""
+def finish_attention(layer: nn.Module, config: Any) -> None:
+    """Derive what an attention layer keeps of its own, MLA's absorbed weights above all.
+
+    vLLM's dummy load fills the scales of a quantised KV cache at random, too, and no later
+    load touches them: they become what a checkpoint without scales leaves there.
+    """
     process: Any = layer.process_weights_after_loading
-    process(model_config.dtype)
+    process(config.model_config.dtype)
+    if str(config.load_config.load_format) == "dummy" and _takes_scales(layer):
+        from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+        set_default_quant_scales(layer, register_buffer=False)
+
+
+def _takes_scales(layer: nn.Module) -> bool:
+    """Whether an attention layer's scales come from its checkpoint, or stay as they were."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    measures: Any = getattr(layer, "calculate_kv_scales", False)  # by itself, at the first forward
+    return isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod) and not measures
 
 
 def absorbed_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,66 @@
+"""Scales of a quantised KV cache, which vLLM's dummy load fills at random, become a load's."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from weightwire_vllm.layers import finish_attention
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and those of what it imports
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu")
+
+
+class Attention(nn.Module):
+    """vLLM's own scales and quant method, without an engine around them."""
+
+    def __init__(self, *, measures: bool = False, method: object = None) -> None:
+        super().__init__()
+        set_default_quant_scales(self, register_buffer=True)
+        self.quant_method = method if method is not None else BaseKVCacheMethod(None)
+        self.calculate_kv_scales = measures
+        for name in SCALES:
+            getattr(self, name).fill_(3e-4)
+        self._k_scale_float = 3e-4
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        assert dtype is torch.bfloat16
+
+
+def finish(layer: Attention, load_format: str) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        load_config=SimpleNamespace(load_format=load_format),
+    )
+    finish_attention([layer], config)
+
+
+def test_after_a_dummy_load_they_are_those_of_a_checkpoint_without_any():
+    layer = Attention()
+    held = {name: getattr(layer, name) for name in SCALES}
+    finish(layer, "dummy")
+    assert layer._k_scale_float == 1.0
+    for name, tensor in held.items():
+        assert getattr(layer, name) is tensor  # kernels and CUDA graphs know it
+        assert float(tensor) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "load_format"),
+    [
+        (Attention(), "safetensors"),  # they may be the checkpoint's
+        (Attention(measures=True), "dummy"),  # the layer measures them itself
+        (Attention(method=object()), "dummy"),  # vLLM sets them
+    ],
+)
+def test_otherwise_they_stay(layer, load_format):
+    finish(layer, load_format)
+    assert [float(getattr(layer, name)) for name in SCALES] == pytest.approx([3e-4] * len(SCALES))
