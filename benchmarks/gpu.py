@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from gpu_children import Child, Role, attempt, child, processes
-from gpu_engine import Engine, Policy
+from gpu_engine import Engine, Policy, equality
 from gpu_roles import Sink, Source
 from gpu_traces import concurrency
 from rich.console import Console
@@ -211,8 +211,6 @@ def engines(
     device: str, found: dict[str, Any], repeats: int, work: Path, keep: Callable[[], None]
 ) -> None:
     """A warm engine that follows a trainer, and a cold one that starts on what was sent."""
-    from weightwire_vllm.compare import Snapshot, compare
-
     kind, quantization = found["kind"], found["quantization"]
     place = Path(SHM) / f"{work.name}-{kind}-{quantization}"
     roles = ("policy", "vllm", "vllm")
@@ -255,17 +253,8 @@ def engines(
             with attempt(found, "equality"):
                 follow((trainer, warm), {}, -1, work)
                 warm.ask("snapshot", path=f"{place}/warm")
-                seen, wanted = (
-                    Snapshot.decode((place / name).read_bytes()) for name in ("warm", "cold")
-                )
-                difference = compare(seen, wanted)
                 found["equality"] = {
-                    "equal": difference.equal,
-                    "tensors": difference.compared_tensors,
-                    "bytes": difference.compared_bytes,
-                    "differing": difference.differing[:20],
-                    "missing": difference.missing[:20],
-                    "retied": difference.retied[:20],
+                    **equality(place / "warm", place / "cold"),
                     "addresses_unchanged": warm.ask("addresses") == addresses,
                     "tokens_equal": warm.ask("generate") == found["cold_tokens"],
                     "tokens_were_others": tokens != found["cold_tokens"],

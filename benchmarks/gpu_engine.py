@@ -22,9 +22,24 @@ from gpu_roles import TIMEOUT, memory, profiled, release, timed_send
 
 import weightwire
 
-__all__ = ["Engine", "Policy"]
+__all__ = ["PROMPTS", "Engine", "Policy", "equality"]
 
 PROMPTS = [[5, 6, 7, 9, 11, 300], list(range(40, 100))]
+
+
+def equality(warm: Path, cold: Path) -> dict[str, Any]:
+    """How two engines' snapshots differ."""
+    from weightwire_vllm.compare import Snapshot, compare
+
+    difference = compare(*(Snapshot.decode(path.read_bytes()) for path in (warm, cold)))
+    return {
+        "equal": difference.equal,
+        "tensors": difference.compared_tensors,
+        "bytes": difference.compared_bytes,
+        "differing": difference.differing[:20],
+        "missing": difference.missing[:20],
+        "retied": difference.retied[:20],
+    }
 
 
 class Policy(Role):

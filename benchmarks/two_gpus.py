@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_cycles
 import gpu_faults
 import gpu_peers
 import torch
@@ -180,6 +181,7 @@ class NixlRank(Role):
 
 ROLES: dict[str, type[Role]] = {
     "trainer": Trainer, "engine": Engine, "nccl": NcclRank, "nixl": NixlRank,
+    **gpu_cycles.ROLES,
     **gpu_faults.ROLES,
     **gpu_peers.ROLES,
 }  # fmt: skip
@@ -351,9 +353,11 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     for name, row in result["faults"].items():
         console.print(f"faults, {name}: {row.get('error', 'as they should end')}")
+    for name, row in result["engines"].items():
+        console.print(f"engines, {name}: {json.dumps(row)[:3000]}", markup=False)
 
 
-PARTS = ("ceilings", "versions", "peers", "faults")
+PARTS = ("ceilings", "versions", "peers", "faults", "engines")
 
 
 def main() -> None:
@@ -364,6 +368,8 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-8b,qwen3-30b-a3b", help=", ".join(MODELS))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--gigabytes", type=float, default=8.6, help="of the ceilings")
+    parser.add_argument("--kinds", default="qwen3,qwen3_moe:fp8_per_block,dp:qwen3_moe",
+                        help="of vLLM engines")  # fmt: skip
     parser.add_argument("--group-bytes", type=int, default=4 << 30)
     parser.add_argument("--parts", default=",".join(PARTS), help="of the benchmark, in order")
     parser.add_argument("--out", type=Path)
@@ -382,6 +388,7 @@ def main() -> None:
         "versions": [],
         "peers": {},
         "faults": {},
+        "engines": {},
     }
 
     def keep() -> None:
@@ -417,11 +424,13 @@ def main() -> None:
                             devices, backend, ranks, work / f"faults-{backend}"
                         )
                     print(json.dumps(result["faults"][name]), file=sys.stderr, flush=True)
+            elif part == "engines":
+                result["engines"] = gpu_cycles.run(devices, options.kinds.split(","), work)
             else:
                 parser.error(f"--parts {part}: there are {', '.join(PARTS)}")
             keep()
     show(result)
-    named = (result["ceilings"], result["peers"], result["faults"])
+    named = (result["ceilings"], result["peers"], result["faults"], result["engines"])
     rows = [*result["versions"], *(row for found in named for row in found.values())]
     failed = [row for row in rows if "error" in row]
     sys.exit(1 if failed else 0)

@@ -1,9 +1,10 @@
 """What a replica's memory holds after a version is in place, in a few bytes.
 
 Digests compare what arrived with what was sent; a fingerprint compares what was
-made of it.  Replicas that are laid out alike (the same names, shapes and dtypes
-on every rank) must hold the same bits, post-processed layers and derived tensors
-included; where they don't, one of them serves something else than the policy.
+made of it.  Replicas that are laid out alike (the same names, shapes and dtypes on every
+rank, made of the same parts of the table) must hold the same bits, post-processed
+layers and derived tensors included; where they don't, one of them serves something else
+than the policy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """One rank's, or one replica's.
 
     Attributes:
-        layout: equal where names, shapes, strides, dtypes and device types are; hex.
+        layout: equal where names, shapes, strides, dtypes and device types are, and what they
+            are made of; hex.
         bits: equal where the sampled places of all tensors are; hex.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weightwire.digest import Box, Digester, tensor_key
 from weightwire.fingerprint import Fingerprint, short_hash
+from weightwire.table import Region
 
 __all__ = ["Fingerprinter", "fingerprint_of"]
 
@@ -22,14 +23,19 @@ class Fingerprinter:
 
     def __init__(self) -> None:
         self._shown: list[tuple[object, ...]] | None = None
+        self._reads: Sequence[Region] = ()
         self._layout = ""
         self._digester = Digester([])
 
-    def of(self, tensors: Mapping[str, Tensor], version: int) -> Fingerprint:
+    def of(
+        self, tensors: Mapping[str, Tensor], version: int, reads: Sequence[Region] = ()
+    ) -> Fingerprint:
         """``SAMPLES`` places of each tensor, others for each version.
 
         Args:
             tensors: by name; of any shape, dtype and strides; read where they lie.
+            reads: what they are made of, where that isn't all of the table: ranks that hold
+                different experts are not laid out alike.
         """
         names = sorted(tensors)
         held = [tensors[name] for name in names]
@@ -37,12 +43,13 @@ class Fingerprinter:
             (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.device.type)
             for name, tensor in zip(names, held, strict=True)
         ]
-        if shown != self._shown:
+        if shown != self._shown or reads is not self._reads:
             layout = short_hash()
             layout.update(msgspec.json.encode(shown))
+            layout.update(msgspec.json.encode([(r.tensor, r.offsets, r.sizes) for r in reads]))
             self._layout = layout.hexdigest()
             self._digester = Digester([[_box(name, tensors[name]) for name in names]])
-            self._shown = shown
+            self._shown, self._reads = shown, reads
         digests = self._digester.digests(0, held, "sample", version)
         bits = short_hash()
         bits.update(np.array(digests, "<u8").tobytes())

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from weightwire.fingerprint import combine_fingerprints
-from weightwire.fingerprinting import fingerprint_of
+from weightwire.fingerprinting import Fingerprinter, fingerprint_of
+from weightwire.table import Region
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -62,3 +63,12 @@ def test_a_replicas_fingerprint_depends_on_each_rank_and_on_their_order():
     assert combine_fingerprints(ranks[::-1]) != whole
     assert combine_fingerprints([ranks[0], ranks[0]]) != whole
     assert combine_fingerprints([*ranks, None]) is None
+
+
+def test_what_is_made_of_other_parts_of_the_table_is_laid_out_otherwise():
+    halves = [Region(0, (offset, 0), (20, 50)) for offset in (0, 20)]
+    maker, held = Fingerprinter(), {"experts": torch.ones(20, 50)}
+    first, second = (maker.of(held, 1, (region,)) for region in halves)
+    assert first.layout != second.layout
+    assert first.bits == second.bits
+    assert Fingerprinter().of(held, 1, (Region(0, (0, 0), (20, 50)),)) == first

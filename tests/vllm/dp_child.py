@@ -29,7 +29,7 @@ def main(directory: Path) -> None:
         inprocess.attach(
             llm,
             session=f"file://{directory / 'run'}",
-            backend="filesystem",
+            backend="memory",
             receiver_id="r",
             timeout=60,
         )

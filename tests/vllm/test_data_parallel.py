@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,18 @@ def test_every_rank_holds_its_own_experts(tmp_path, engine_room, kind):
     models = {which: family_model(kind, seed) for which, seed in (("A", 1), ("B", 2))}
     for which, model in models.items():
         save_checkpoint(model, tmp_path / which)
-    with weightwire.open_sender(
-        "filesystem", session=f"file://{tmp_path / 'run'}", source=models["B"]
-    ) as sender:
-        sender.send(1)
-    warm, cold = start(tmp_path, "A", engine_room), start(tmp_path, "B", engine_room)
+    session = f"file://{tmp_path / 'run'}"
+    with (
+        weightwire.open_sender(
+            "memory", session=session, source=models["B"], min_receivers=2, timeout=200
+        ) as sender,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        sending = beside.submit(sender.send, 1)
+        warm = start(tmp_path, "A", engine_room)
+        # Replicas of equal shapes, and of other experts: their bits aren't compared.
+        assert sorted(sending.result().roster) == ["r-dp0", "r-dp1"]
+    cold = start(tmp_path, "B", engine_room)
     for mine, other in zip(warm, cold, strict=True):
         assert not difference(mine["before"], other["before"]).equal
         found = difference(mine["after"], other["before"])

@@ -407,6 +407,8 @@ class NixlSender(SenderTransport):
         if unwanted and not delivery.started:
             self._drop(delivery)
             return
+        if not delivery.started and self._writes_to(delivery.agent):
+            return
         try:
             delivery.advance()
         except PeerLost as error:
@@ -418,6 +420,14 @@ class NixlSender(SenderTransport):
             return
         if delivery.done:
             self._drop(delivery)
+
+    def _writes_to(self, agent: str) -> bool:
+        """Whether a write to this reader is under way.
+
+        UCX sends a write's notification only when every write to that peer has ended: one
+        beside it would keep the reader from what has come.
+        """
+        return any(other.agent == agent and other.in_flight for other in self._deliveries)
 
     def _drop(self, delivery: Delivery) -> None:
         """A delivery is over: its slot is free of it."""

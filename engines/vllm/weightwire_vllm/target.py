@@ -183,7 +183,8 @@ class VllmTarget(WeightTarget):
             if parameter.numel() and not parameter.is_meta
         }
         held = {**parameters, **compat.absorbed_weights(self._model)}
-        return self._fingerprinter.of(held, version)
+        reads = self._plan.program.regions if self._plan is not None else ()
+        return self._fingerprinter.of(held, version, reads)
 
     def rollback(self, error: BaseException) -> bool:
         """Forget an update, so that the engine can run again.
