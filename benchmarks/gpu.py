@@ -195,8 +195,12 @@ def kit(work: Path) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=work)
         sys.stderr.write(done.stderr[-6000:])
         row: dict[str, Any] = {"rc": done.returncode, "seconds": time.perf_counter() - began}
-        if done.stdout.strip():
-            results = json.loads(done.stdout)["results"]
+        row["said"] = done.stderr[-20000:]
+        found_json = json.loads(done.stdout) if done.stdout.strip() else {}
+        results = found_json.get("results")
+        if results is None:
+            row["error"] = f"no results: {done.stdout[-2000:]}"
+        else:
             outcomes = [result["outcome"] for result in results]
             row["outcomes"] = {outcome: outcomes.count(outcome) for outcome in set(outcomes)}
             row["failed"] = [result for result in results if result["outcome"] == "FAILED"]

@@ -304,14 +304,16 @@ def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str,
     return found
 
 
-def cases(backends: list[str], models: list[str], group_bytes: int) -> Iterator[dict[str, Any]]:
+def cases(
+    backends: list[str], models: list[str], group_bytes: int, bucket_bytes: int
+) -> Iterator[dict[str, Any]]:
     """What is measured: with two slots on both sides, and once with one."""
     for model in models:
         base = {"model": model, "master": False, "overlap": True, "verify": "sample",
                 "group_bytes": group_bytes}  # fmt: skip
         if "nccl" in backends:
             for mode in ("p2p", "broadcast"):
-                backend = {"backend": "nccl", "mode": mode, "bucket_bytes": 256 << 20}
+                backend = {"backend": "nccl", "mode": mode, "bucket_bytes": bucket_bytes}
                 yield {**base, "backend": backend}
         if "nixl" in backends:
             yield {**base, "backend": {"backend": "nixl", "zero_copy": True}}
@@ -371,6 +373,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="qwen3,qwen3_moe:fp8_per_block,dp:qwen3_moe",
                         help="of vLLM engines")  # fmt: skip
     parser.add_argument("--group-bytes", type=int, default=4 << 30)
+    parser.add_argument("--bucket-bytes", type=int, default=256 << 20, help="of nccl")
     parser.add_argument("--parts", default=",".join(PARTS), help="of the benchmark, in order")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -402,7 +405,7 @@ def main() -> None:
             if part == "ceilings":
                 result["ceilings"] = ceilings(devices, nbytes, options.repeats, work)
             elif part == "versions":
-                for case in cases(backends, models, options.group_bytes):
+                for case in cases(backends, models, options.group_bytes, options.bucket_bytes):
                     kept = dict(case)
                     with attempt(kept, "failed"):
                         kept = versions(devices, dict(case), options.repeats)

@@ -62,7 +62,11 @@ def conformance(
     ] = 60.0,
     device: Annotated[
         str,
-        typer.Option(metavar="DEVICE", help="Where tensors lie: cpu, or cuda for one GPU."),
+        typer.Option(
+            "--device",  # typer before 0.29 takes a metavar that is its name in capitals for it
+            metavar="DEVICE",
+            help="Where tensors lie: cpu, or cuda for one GPU.",
+        ),
     ] = "cpu",
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", metavar="N", min=1, help="Scenarios at once.")
