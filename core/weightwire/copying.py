@@ -20,7 +20,13 @@ _THREAD = 32 << 20  # bytes that are worth another thread
 _MOST_THREADS = 8
 
 
-def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool = False) -> None:
+def copy_all(
+    into: Sequence[Tensor],
+    of: Sequence[Tensor],
+    *,
+    non_blocking: bool = False,
+    in_chunks: bool = True,
+) -> None:
     """``into[i].copy_(of[i])`` for all of them, fused where torch can.
 
     Where dtypes are equal, bits are copied.  Much plain host memory is copied in chunks
@@ -33,10 +39,12 @@ def copy_all(into: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool
     Args:
         into: tensors of the shapes of ``of``.
         of: of any dtype and strides.
+        in_chunks: False where torch's own threads are at work before and after, as in an
+            engine: they spin for a while after each operation, in the way of ours.
     """
     targets, sources = [], []
     plain: list[tuple[Tensor, Tensor]] = []
-    is_much = sum(to.nbytes for to in into) >= 2 * _THREAD
+    is_much = in_chunks and sum(to.nbytes for to in into) >= 2 * _THREAD
     with torch.no_grad():
         for to, source in zip(into, of, strict=True):
             alike = is_much and to.dtype == source.dtype and to.shape == source.shape

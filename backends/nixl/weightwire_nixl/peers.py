@@ -12,7 +12,7 @@ from weightwire.errors import ConfigError, PeerLost
 from weightwire.session import process
 from weightwire_nixl.wire import ReaderInfo, SenderInfo
 
-__all__ = ["check_alike", "naps"]
+__all__ = ["check_alike", "least_pause", "naps"]
 
 _LEAST_PAUSE = 0.0001
 _LEAST_BESIDE_GPU = 0.00002
@@ -30,7 +30,7 @@ def naps(device: torch.device) -> Callable[[float], None]:
     Args:
         device: of this rank's slots.
     """
-    least = _LEAST_BESIDE_GPU if device.type == "cuda" else _LEAST_PAUSE
+    least = least_pause(device)
     began = time.monotonic()
 
     def rest(most: float) -> None:
@@ -38,6 +38,11 @@ def naps(device: torch.device) -> Callable[[float], None]:
         time.sleep(min(most, max(least, waited / _SHARE)))
 
     return rest
+
+
+def least_pause(device: torch.device) -> float:
+    """Seconds between two looks while bytes move to or from a rank's slots on ``device``."""
+    return _LEAST_BESIDE_GPU if device.type == "cuda" else _LEAST_PAUSE
 
 
 def check_alike(

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 __all__ = ["Progress"]
 
-_PAUSE = 0.0002
-
 
 class Progress:
     """A thread that takes steps while there is something to wait for.
@@ -20,10 +18,12 @@ class Progress:
     Args:
         step: takes what steps are possible; whether more will come.  What it raises is
             kept for ``check``, and ends the thread.
+        pause: seconds between two steps.
     """
 
-    def __init__(self, step: Callable[[], bool]) -> None:
+    def __init__(self, step: Callable[[], bool], pause: float) -> None:
         self._step = step
+        self._pause = pause
         self._work = threading.Event()
         self._ends = False
         self._error: BaseException | None = None
@@ -53,7 +53,7 @@ class Progress:
             try:
                 self._work.clear()
                 while self._step() and not self._ends:
-                    time.sleep(_PAUSE)
+                    time.sleep(self._pause)
             except BaseException as error:
                 self._error = error
                 return

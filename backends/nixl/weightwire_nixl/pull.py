@@ -17,17 +17,21 @@ __all__ = ["Pull"]
 class Pull:
     """Goes from step to step as far as it can without waiting::
 
-        announced?  ->  data read  ->  word read  ->  credit
+        announced?  ->  data read  ->  word read, whose notification is the credit
 
     The word is read when the data is there: the owner clears it before it fills the
     slot again, so a word that hasn't moved proves that the data is of one piece.
-    The credit isn't the word's own notification: UCX ends a READ that brings one only
-    when every other READ of that peer has ended, that of the next group too.
+
+    UCX ends a READ only when every READ of that peer that was posted before has ended.  So
+    one group at a time is read from an owner: the word of this one would wait for the
+    data of the next, and the slots for both.
 
     Attributes:
         landed: the bytes are in the slot, and are what was announced.
         seal: of the owner, encoded; once it has landed.
     """
+
+    in_turn = True
 
     def __init__(
         self, owner: Owner, group: int, slot: int, policy: Policy, backlog: Backlog
@@ -98,7 +102,8 @@ class Pull:
         assert self._announced is not None  # noqa: S101 - looked
         self.owner.clear_word(self._slot)
         self._word = self.owner.read_word(self._announced.slot, self._slot)
-        self._step = self._compare if self._word.post() else self._await_word
+        credit = encode(Credit(self._policy, self._group, self._announced.generation))
+        self._step = self._compare if self._word.post(credit) else self._await_word
         return True
 
     def _await_word(self) -> bool:
@@ -115,8 +120,6 @@ class Pull:
                 f"{self.owner.who} filled the slot of group {self._group} again while it was read: "
                 "this receiver was stopped for longer than its lease; receive the next version"
             )
-        credit = Credit(self._policy, self._group, self._announced.generation)
-        self.owner.agent.notify(self.owner.info.agent, encode(credit), self.owner.who)
         self.seal = self._announced.seal
         self.landed = True
         return True

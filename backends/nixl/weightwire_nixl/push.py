@@ -20,6 +20,8 @@ class Push:
         revoked: the owner has said that it won't write any more.
     """
 
+    in_turn = False  # grants go ahead; the owner writes one group after the other
+
     def __init__(
         self, owner: Owner, group: int, slot: int, number: int, policy: Policy, backlog: Backlog
     ) -> None:

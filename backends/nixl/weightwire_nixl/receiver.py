@@ -21,7 +21,7 @@ from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import PIECES, Owner
-from weightwire_nixl.peers import check_alike, naps
+from weightwire_nixl.peers import check_alike, least_pause, naps
 from weightwire_nixl.progress import Progress
 from weightwire_nixl.pull import Pull
 from weightwire_nixl.push import Push
@@ -226,7 +226,7 @@ class NixlReceiver(ReceiverTransport):
             self._flights[group] = _Flight(parts)
         if self._context.overlap:
             if self._progress is None:
-                self._progress = Progress(self._step)
+                self._progress = Progress(self._step, least_pause(self._device))
             self._progress.wake()
         else:
             self._advance()
@@ -282,9 +282,14 @@ class NixlReceiver(ReceiverTransport):
         """Take every posted group as far as it goes without waiting."""
         with self._moving:
             self._poll()
+            busy: set[int] = set()
             for flight in list(self._flights.values()):
                 for part in flight.parts:
+                    if part.owner.rank in busy:
+                        continue
                     part.advance()
+                    if part.in_turn and not part.landed:
+                        busy.add(part.owner.rank)
 
     def _step(self) -> bool:
         """``_advance`` on the progress thread; whether something is still to land."""

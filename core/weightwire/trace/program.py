@@ -290,7 +290,8 @@ class Run:
         if isinstance(step, list):
             # In one call: threads that rest between copies take longer to wake than to copy.
             pairs = [instruction.args for instruction in step]
-            copy_all([self._tensor(to) for to, _ in pairs], [self._tensor(of) for _, of in pairs])
+            into, of = ([self._tensor(pair[side]) for pair in pairs] for side in (0, 1))
+            copy_all(into, of, in_chunks=False)
             return
         instruction = step
         args, kwargs = tree_map(

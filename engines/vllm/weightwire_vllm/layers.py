@@ -318,5 +318,5 @@ def _copies(
 
 
 def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
-    copy_all([old for old, _ in copies], [new for _, new in copies])
+    copy_all([old for old, _ in copies], [new for _, new in copies], in_chunks=False)
     copies.clear()
