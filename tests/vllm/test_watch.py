@@ -258,9 +258,15 @@ def test_a_watcher_follows_through_restarts_and_ends_in_good_order(
         (("--engine", "http://a", "--mode", "stop"), "keep, wait, abort"),
         (("--engine", "http://a", "--backend", "nothing"), "nothing"),
         (("--engine", "http://a", "--api-key-env", "WW_NO_SUCH_KEY"), "not set"),
+        (("--engine", "http://a", "--adapter", "mine"), "ID=FILE"),
+        (("--engine", "http://a", "--adapter", "1=/no/such/file"), "can't be read"),
+        (("--engine", "http://a", "--adapter", "0={empty}"), "init_info.adapter.id"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(tmp_path, options, word):
+    empty = tmp_path / "adapter_config.json"
+    empty.write_text("{}")
+    options = [option.replace("{empty}", str(empty)) for option in options]
     done = subprocess.run(
         [*COMMAND, "--session", f"file://{tmp_path / 'run'}", *options],
         capture_output=True,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
@@ -49,6 +50,23 @@ def watch(
     catch_up: Annotated[
         str | None, typer.Option(help="The trainer's catch_up backend, for late engines.")
     ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Engines replay a group while the next arrives.")
+    ] = False,
+    release_buffers: Annotated[
+        bool,
+        typer.Option(
+            "--release-buffers", help="Engines give receive buffers back after each update."
+        ),
+    ] = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID=FILE",
+            help="Update one LoRA adapter, not the model: vLLM's number of it (from 1, in the "
+            "order of --lora-modules), and its adapter_config.json.",
+        ),
+    ] = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the servers' API key.")
     ] = None,
@@ -66,6 +84,11 @@ def watch(
     Exit codes: 0 stopped; 1 an engine can't be driven, or is left paused.
     """
     chosen = _backend(backend, "--backend")
+    receiver: dict[str, Any] = {"overlap": overlap, "release_buffers": release_buffers}
+    if catch_up is not None:
+        receiver["catch_up"] = _backend(catch_up, "--catch-up")
+    if adapter is not None:
+        receiver |= {"target": "adapter", "adapter": _adapter(adapter)}
     options = WatchOptions(
         session=session,
         engines=_engines(engine),
@@ -81,7 +104,7 @@ def watch(
         take_over=take_over,
         as_json=as_json,
         metrics_port=metrics_port,
-        receiver={} if catch_up is None else {"catch_up": _backend(catch_up, "--catch-up")},
+        receiver=receiver,
     )
     raise typer.Exit(asyncio.run(_run(options)))
 
@@ -103,6 +126,19 @@ def _backend(text: str, option: str) -> str | dict[str, Any]:
             raise ConfigError(f"{option}: no JSON object: {error}") from None
     select(chosen)  # the engines have the same plug-ins, or say so
     return cast("str | dict[str, Any]", chosen)
+
+
+def _adapter(text: str) -> dict[str, Any]:
+    number, equals, name = text.partition("=")
+    if not equals or not number.isdecimal():
+        raise ConfigError(f"--adapter {text}: write ID=FILE, as 1=adapter/adapter_config.json")
+    try:
+        config = json.loads(Path(name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--adapter {text}: {name} can't be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--adapter {text}: {name} holds no JSON object")
+    return {"id": int(number), "config": config}
 
 
 def _engines(given: list[str]) -> dict[str, str]:
