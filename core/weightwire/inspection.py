@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from weightwire.contract import Policy
+from weightwire.errors import SessionError
 from weightwire.lifecycle.history import offer_of, outcome_of, policies
 from weightwire.report import PhaseName
 from weightwire.session import keys
@@ -29,6 +30,8 @@ from weightwire.units import printable, rate
 __all__ = ["AnswerView", "MemberView", "SessionView", "VersionView", "inspect_session"]
 
 _LONGEST_AGE = 1e9
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,36 +127,64 @@ class SessionView:
     sender: MemberView | None
     receivers: tuple[MemberView, ...]
     versions: tuple[VersionView, ...]
+    unreadable: tuple[str, ...] = ()
+    """Why members and versions are left out: their records can't be read."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def inspect_session(session: Session, observer: LeaseObserver, limit: int = 20) -> SessionView:
-    """Read a session once; the newest ``limit`` attempts."""
+    """Read a session once; the newest ``limit`` attempts.
+
+    Raises:
+        SessionError: it doesn't answer.
+    """
     now = time.time()
-    sender = newest(session, "senders")
+    reader = _Reader(session)
+
+    def member(kind: str) -> MemberView | None:
+        found = newest(session, kind)
+        return None if found is None else _view_member(session, observer, found, now)
+
+    sender = reader.read(lambda: member("senders"))
     receivers = [
-        member
+        view
         for receiver_id in session.children("receivers")
-        if (member := newest(session, f"receivers/{receiver_id}")) is not None
+        if (view := reader.read(lambda: member(f"receivers/{receiver_id}"))) is not None  # noqa: B023 - called at once
     ]
     found: list[Policy] = []
     for incarnation in reversed(session.numbers("versions")):
         found.extend(policies(session, incarnation))
     versions = tuple(
-        view for p in found[:limit] if (view := _view_version(session, p, now)) is not None
+        view
+        for policy in found[:limit]
+        if (view := reader.read(lambda: _view_version(session, policy, now))) is not None  # noqa: B023 - called at once
     )
     return SessionView(
         url=session.url,
         session_id=printable(session.id),
-        sender=None if sender is None else _view_member(session, observer, sender, now),
-        receivers=tuple(
-            _with_lag(_view_member(session, observer, member, now), versions)
-            for member in receivers
-        ),
+        sender=sender,
+        receivers=tuple(_with_lag(view, versions) for view in receivers),
         versions=versions,
+        unreadable=tuple(reader.unreadable),
     )
+
+
+class _Reader:
+    """Reads what can be read: one bad record doesn't hide the others."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.unreadable: list[str] = []
+
+    def read(self, look: Callable[[], T]) -> T | None:
+        try:
+            return look()
+        except SessionError as error:
+            self._session.is_replaced()  # raises where it is the session that doesn't answer
+            self.unreadable.append(printable(str(error)))
+            return None
 
 
 def _with_lag(member: MemberView, versions: tuple[VersionView, ...]) -> MemberView:

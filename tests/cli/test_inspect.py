@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -168,12 +169,10 @@ def test_an_error_made_of_what_others_wrote_is_data_on_the_terminal(session: Ses
     session.write("receivers/a/000001/record", evil())
     result = run(session.url)
     assert result.returncode == 1
-    assert "\x1b" not in result.stderr
-    first = result.stderr.splitlines()[0]
-    assert first.startswith(
-        "SessionError: record 'receivers/a/000001/record' is a '\\x1b[2J[bold]'"
-    )
-    assert first.endswith("is something else writing to this session?")
+    assert "\x1b" not in result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("left out: record 'receivers/a/000001/record' is a '\\x1b[2J[bold]'")
+    assert last.endswith("is something else writing to this session?")
 
 
 def test_a_page_goes_to_what_a_link_or_a_pipe_leads_to(session: Session, tmp_path: Path) -> None:
@@ -246,6 +245,31 @@ def test_receivers_of_one_layout_that_hold_other_bits_are_named(session: Session
     assert "holds other bits than its peers: 22" in session_page(look(session))
     human = run(session.url).stdout
     assert "c (22)" in re.sub(r"\s+", " ", human.replace("│", " "))
+
+
+def test_bad_records_hide_nothing_but_what_they_are_of(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'run'}"
+    source, target = {"a": torch.ones(4)}, {"a": torch.zeros(4)}
+    with (
+        weightwire.open_sender("filesystem", session=url, source=source) as sender,
+        weightwire.open_receiver("filesystem", session=url, target=target, receiver_id="r") as r,
+        contextlib.closing(Session.open(url, deadline=Deadline(10))) as session,
+    ):
+        for version in (1, 2):
+            sender.send(version)
+        r.receive()
+        policy = Policy(1, 1, 1)
+        session.store.put(keys.version(policy, "offer"), b"{not a record")
+        session.store.put("receivers/broken/000001/record", b"\xff\x00")
+        view = look(session)
+        assert [version.version for version in view.versions] == [2]
+        assert [receiver.member_id for receiver in view.receivers] == ["r"]
+        assert len(view.unreadable) == 2
+        shown = run(url)
+        assert shown.returncode == 1
+        assert shown.stdout.count("left out: ") == 2
+        assert "Traceback" not in shown.stderr
+        assert json.loads(run(url, "--json").stdout)["unreadable"] == list(view.unreadable)
 
 
 def test_the_phase_of_each_receiver_while_a_version_runs(session: Session) -> None:

@@ -52,7 +52,10 @@ def inspect(
         bool, typer.Option("--json", help="One JSON object on stdout (with --watch: one a line).")
     ] = False,
 ) -> None:
-    """Show versions, receivers, phases, rates, lags and mismatches of a session."""
+    """Show versions, receivers, phases, rates, lags and mismatches of a session.
+
+    Exit code 1 when it can't be reached, or holds records that can't be read.
+    """
     refuse_page(html)
     with contextlib.closing(_Looked(session, timeout)) as looked:
 
@@ -65,9 +68,12 @@ def inspect(
         if watch:
             _follow(look, interval, as_json)
             return
-        _show_once(look(), as_json)
+        view = look()
+        _show_once(view, as_json)
         if html is not None and not as_json:
             Console(soft_wrap=True).print(f"wrote {html}", markup=False)
+        if view.unreadable:
+            raise typer.Exit(1)
 
 
 class _Looked:
@@ -135,6 +141,7 @@ def _render(view: SessionView) -> RenderableType:
     ]
     if view.versions and view.versions[0].answers:
         parts.append(_answers(view.versions[0]))
+    parts += [Text(f"left out: {why}", style="red") for why in view.unreadable]
     return Group(*parts)
 
 
