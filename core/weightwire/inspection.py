@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from weightwire.contract import Policy
@@ -147,25 +148,21 @@ def inspect_session(session: Session, observer: LeaseObserver, limit: int = 20) 
         found = newest(session, kind)
         return None if found is None else _view_member(session, observer, found, now)
 
-    sender = reader.read(lambda: member("senders"))
+    sender = reader.read(partial(member, "senders"))
     receivers = [
-        view
+        reader.read(partial(member, f"receivers/{receiver_id}"))
         for receiver_id in session.children("receivers")
-        if (view := reader.read(lambda: member(f"receivers/{receiver_id}"))) is not None  # noqa: B023 - called at once
     ]
     found: list[Policy] = []
     for incarnation in reversed(session.numbers("versions")):
         found.extend(policies(session, incarnation))
-    versions = tuple(
-        view
-        for policy in found[:limit]
-        if (view := reader.read(lambda: _view_version(session, policy, now))) is not None  # noqa: B023 - called at once
-    )
+    views = [reader.read(partial(_view_version, session, policy, now)) for policy in found[:limit]]
+    versions = tuple(view for view in views if view is not None)
     return SessionView(
         url=session.url,
         session_id=printable(session.id),
         sender=sender,
-        receivers=tuple(_with_lag(view, versions) for view in receivers),
+        receivers=tuple(_with_lag(view, versions) for view in receivers if view is not None),
         versions=versions,
         unreadable=tuple(reader.unreadable),
     )
