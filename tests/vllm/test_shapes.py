@@ -14,11 +14,14 @@ from weightwire.vllm import Pool
 TP, DP = ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2")
 
 
+# No data-parallel mixture of experts: vLLM's CPU build fails in the dummy batches that its
+# ranks run to keep in step, in /pause as in any generation, and its cores end.  In process
+# they are updated in test_data_parallel.py.
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("qwen3", TP), ("qwen3", DP), ("qwen3_moe", TP), ("qwen3_moe", DP)],
-    ids=["qwen3 tp=2", "qwen3 dp=2", "qwen3_moe tp=2", "qwen3_moe dp=2"],
+    [("qwen3", TP), ("qwen3", DP), ("qwen3_moe", TP)],
+    ids=["qwen3 tp=2", "qwen3 dp=2", "qwen3_moe tp=2"],
 )
 @pytest.mark.parametrize("backend", ["filesystem", "nixl"])
 def test_an_updated_server_is_as_one_just_started(tmp_path, session, kind, options, backend):
@@ -36,9 +39,7 @@ def test_an_updated_server_is_as_one_just_started(tmp_path, session, kind, optio
         for server in made.values():
             server.ready()
         warm, cold, one = made.values()
-        # vLLM's CPU engines of a mixture of experts can't generate on data-parallel ranks.
-        speaks = (kind, options) != ("qwen3_moe", DP)
-        fresh = {"A": seen(warm, speaks), "B": seen(cold, speaks)}
+        fresh = {"A": seen(warm), "B": seen(cold)}
         assert not fresh["A"][0].items() & fresh["B"][0].items()
         cold.stop()
         source = model("A", kind)
@@ -53,14 +54,13 @@ def test_an_updated_server_is_as_one_just_started(tmp_path, session, kind, optio
         for version, which in enumerate("BA", start=1):
             become(source, which, kind)
             sending = beside.submit(sender.send, version)
-            with Load(warm) if speaks else contextlib.nullcontext(), Load(one):
+            with Load(warm), Load(one):
                 report = pool.update(version)
             sending.result(timeout=60)
             assert len(report.updated) == 2
             warm.call("/reset_prefix_cache")
-            assert seen(warm, speaks) == fresh[which]
+            assert seen(warm) == fresh[which]
 
 
-def seen(server, speaks):
-    tokens = server.generate(PROMPT, 16)["token_ids"] if speaks else None
-    return server.checksums_of_ranks(), tokens
+def seen(server):
+    return server.checksums_of_ranks(), server.generate(PROMPT, 16)["token_ids"]
