@@ -256,7 +256,7 @@ def _cycle(devices: Sequence[str], name: str, place: Path) -> dict[str, Any]:
             cycles.append(warm.answer())
         mismatches.append(_apart(warm.ask("logprobs"), wanted))
         warm.ask("snapshot", path=f"{place}/warm")
-        return {
+        found = {
             "nbytes": nbytes,
             "engines": started,
             "cycles": cycles,
@@ -265,6 +265,14 @@ def _cycle(devices: Sequence[str], name: str, place: Path) -> dict[str, Any]:
             "addresses_unchanged": warm.ask("addresses") == addresses,
             "tokens_equal": warm.ask("generate") == wanted_tokens,
         }
+    return _passed(found, ("equal", "addresses_unchanged", "tokens_equal"))
+
+
+def _passed(found: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """The same; what isn't as it has to be is an error beside it."""
+    if missed := [name for name in wanted if not found[name]]:
+        found["error"] = f"not so: {', '.join(missed)}"
+    return found
 
 
 def _apart(mine: list[list[float]], others: list[list[float]]) -> float:
@@ -309,7 +317,7 @@ def _experts(devices: Sequence[str], name: str, place: Path, work: Path) -> dict
                 for rank, process in enumerate(engine):
                     process.start("snapshot", path=f"{place}/{which}-{rank}")
                 _all(engine)
-        return {
+        found = {
             "engines": started,
             "sent by each owner": sent,
             "ranks": [equality(place / f"warm-{r}", place / f"cold-{r}") for r in range(2)],
@@ -317,6 +325,8 @@ def _experts(devices: Sequence[str], name: str, place: Path, work: Path) -> dict
                 "equal"
             ],
         }
+    found["ranks equal"] = all(rank["equal"] for rank in found["ranks"])
+    return _passed(found, ("ranks equal", "ranks hold different experts"))
 
 
 def _version(ranks: list[Child], engine: list[Child], version: int, seed: int) -> Any:

@@ -156,16 +156,9 @@ class Watch:
         if not self.deadline.remaining(grace):
             raise TransferTimeout(timeout_message(self.deadline.seconds, waiting_for, missing))
 
-    def ring(self) -> None:
-        """What is waited for may have come: end the pause that is, or is next."""
-        self._wake.set()
-
     def pause(self, seconds: float, grace: float = 0.0) -> None:
-        """Sleep, but not beyond the deadline, nor past a failure or ``ring``."""
+        """Sleep, but not beyond the deadline nor past a failure."""
         self._wake.wait(min(seconds, self.deadline.remaining(grace)))
-        with self._lock:
-            if self._failure is None:
-                self._wake.clear()
 
     def until(
         self,

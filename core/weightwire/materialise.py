@@ -97,6 +97,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
         view = self._views.get(name)
         return self.source(name) if view is None else apply_view(view, self.source)
 
+    def makes(self, name: str) -> bool:
+        """Whether the tensor is made when it is asked for, in memory of its own perhaps."""
+        return name in self._views
+
     def source(self, name: str) -> Tensor:
         """One of the trainer's own tensors."""
         return self._tensors[self._ties.get(name, name)]

@@ -110,7 +110,7 @@ class SendPlan:
                 if isinstance(tensors, Stream):
                     on_device = tensors.device.type in capabilities.devices
                     device = tensors.device if on_device else _CPU
-                    if slot is None:
+                    if slot is None and layout.places:
                         self._next_scratch(transport)
                     places, memory = self._memory(layout, list(layout.places), slot, device)
                     staged = self._stage_stream(group, layout, tensors, places, memory)
@@ -124,9 +124,12 @@ class SendPlan:
                 continue  # this rank only gave its shards to others
             with phases.timed("verify"):
                 digests = self._digests(turn, layout, staged, verify, version)
-            if self._staged > staged_before and len(self._scratches) > 1:
+            is_staged = self._staged > staged_before and len(self._scratches) > 1
+            if is_staged or (slot is None and self._makes(tensors, layout)):
                 with phases.timed("wait"):
-                    transport.settle()  # the next group may take the memory of the one before
+                    # The next group may take the memory of the one before; and of what is made
+                    # for it, transports that queue would hold as much as they like.
+                    transport.settle()
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests, self._rank))
             total = (total + sum(digests.values())) & _MASK
@@ -136,6 +139,12 @@ class SendPlan:
         with phases.timed("wait"):
             transport.finish()
         return total
+
+    def _makes(self, tensors: CheckpointTensors | Stream, layout: SlotLayout) -> bool:
+        """Whether some of a group's tensors were made for it alone."""
+        return isinstance(tensors, CheckpointTensors) and any(
+            tensors.makes(self.table.tensors[i].name) for i in layout.places
+        )
 
     def _stage(
         self,

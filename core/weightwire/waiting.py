@@ -23,6 +23,7 @@ A = TypeVar("A", bound="Act")
 
 _FIRST_PAUSE = 0.0005
 _LAST_PAUSE = 0.25
+_LAST_PAUSE_OF_A_BELL = 0.01
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Waiting:
         missing: who hasn't acted yet.
         grace: seconds by which this wait outlasts the call's deadline, because the
             one who is waited for has the same deadline and will say why it failed.
-        bell: takes whom to call when there may be news, where somebody can tell; the wait
-            looks from time to time all the same.
+        bell: a number that changes when there may be news, where that is cheaper to ask for
+            than to look; the protocol looks from time to time all the same.
     """
 
     for_what: str
     missing: Sequence[str]
     grace: float = 0.0
-    bell: Callable[[Callable[[], None]], None] | None = None
+    bell: Callable[[], int] | None = None
 
 
 class Act:
@@ -91,6 +92,7 @@ class Run(Generic[T]):
         step, self._pending = self._pending, None
         send: Any = None
         waits_since: float | None = None
+        heard: int | None = None
         while True:
             try:
                 if step is None or failure is not None:
@@ -105,11 +107,11 @@ class Run(Generic[T]):
                     waits_since = now if waits_since is None else waits_since
                     # Looks are a tenth of the wait so far apart: soon at first, cheap later.
                     pause = min(max(_FIRST_PAUSE, (now - waits_since) / 10), _LAST_PAUSE)
-                    if step.bell is not None:
-                        step.bell(self._watch.ring)
-                    self._watch.pause(pause, step.grace)
+                    heard, is_rung = self._doze(step, pause, now - waits_since, heard)
+                    if is_rung:
+                        waits_since = None  # what was announced comes within moments
                 else:
-                    waits_since = None
+                    waits_since = heard = None
                     if self._perform is None:
                         raise TypeError(f"nobody performs {step!r}")
                     send = self._perform(step)
@@ -122,6 +124,31 @@ class Run(Generic[T]):
                 # Wherever it came from (an interrupt comes anywhere), the protocol aborts.
                 failure = error
             step = None
+
+    def _doze(
+        self, step: Waiting, pause: float, waited: float, heard: int | None
+    ) -> tuple[int | None, bool]:
+        """Pause until the next look, or until the bell rings.
+
+        Args:
+            heard: what the bell said before the last look: what rang since isn't missed.
+
+        Returns:
+            What it says now, and whether it rang.
+        """
+        shortest = min(max(_FIRST_PAUSE, waited / 50), _LAST_PAUSE_OF_A_BELL)
+        if step.bell is None or shortest >= pause:
+            self._watch.pause(pause, step.grace)
+            return heard, False
+        if heard is None:
+            return step.bell(), False  # and look at once
+        end = time.monotonic() + pause
+        while (left := end - time.monotonic()) > 0:
+            self._watch.pause(min(shortest, left), step.grace)
+            self._watch.check(step.for_what, step.missing, step.grace)
+            if (now := step.bell()) != heard:
+                return now, True
+        return heard, False
 
 
 def drive(steps: Steps[T], watch: Watch, perform: Perform | None = None) -> T:

@@ -1,189 +1,125 @@
-"""Bells: who waits for a record learns of it sooner than it would look."""
+"""Bells: who waits for a record learns sooner that it was announced than it would look."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-import torch
 
-import weightwire
-from weightwire import waiting
 from weightwire.deadline import Deadline, Watch
+from weightwire.errors import Cancelled, PeerLost
 from weightwire.session.session import Session
 from weightwire.session.store import PartOfStore
-from weightwire.waiting import Waiting, drive
-
-
-def bell_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "weightwire-bell"]
-
-
-def until(condition) -> None:
-    watch = Watch()
-    watch.start(Deadline(20))
-    watch.until(condition, "what the test waits for")
+from weightwire.waiting import Run, Waiting
 
 
 @pytest.fixture
-def pair(tmp_path):
+def pair():
     """A server of a session and one of its clients."""
     opened = [Session.open("tcp://127.0.0.1:0/bells", deadline=Deadline(20), serve=True)]
     opened.append(Session.open(opened[0].url, deadline=Deadline(20)))
     yield opened
     for session in reversed(opened):
         session.close()
-    until(lambda: not bell_threads())
 
 
-def heard(session: Session, bell: str = "senders") -> threading.Event:
-    """Set by the next ring from when this returns."""
-    came = threading.Event()
-    session.bell(bell)(came.set)
-    # Whoever begins to listen hears what rings from then on: ring until it does.
-    while not came.wait(0.05):
-        session.ring(bell)
-    came.clear()
-    return came
-
-
-def test_every_listener_is_called_by_one_ring(pair):
-    events = [heard(session) for session in pair]
-    time.sleep(0.2)
-    for event in events:
-        event.clear()
-    pair[1].ring("senders")
-    assert all(event.wait(20) for event in events)
-
-
-def test_other_bells_call_nobody(pair):
-    event = heard(pair[0])
-    time.sleep(0.2)
-    event.clear()
-    pair[1].ring("receivers")
-    assert not event.wait(0.3)
-
-
-def test_only_the_newest_listener_of_a_store_is_called(pair):
-    old = heard(pair[0])
-    new = heard(pair[0])
-    time.sleep(0.2)
-    old.clear()
-    new.clear()
-    pair[1].ring("senders")
-    assert new.wait(20)
-    assert not old.is_set()
+def test_each_ring_is_counted_for_everybody(pair):
+    server, client = pair
+    before = [session.bell("senders")() for session in pair]
+    client.ring("senders")
+    server.ring("senders")
+    assert [session.bell("senders")() for session in pair] == [count + 2 for count in before]
+    assert client.bell("receivers")() == 0
 
 
 def test_a_bell_of_a_part_is_another_than_the_wholes(pair):
-    whole = heard(pair[0])
-    part = PartOfStore(pair[0].store, "inner")
-    inner = threading.Event()
-    part.listen("senders", inner.set)
-    while not inner.wait(0.05):
-        part.ring("senders")
-    time.sleep(0.2)
-    whole.clear()
-    inner.clear()
-    PartOfStore(pair[1].store, "inner").ring("senders")
-    assert inner.wait(20)
-    assert not whole.is_set()
+    part, same = (PartOfStore(session.store, "inner") for session in pair)
+    part.ring("senders")
+    assert same.rings("senders") == 1
+    assert pair[0].bell("senders")() == 0
 
 
 def test_bells_are_no_records(pair):
-    heard(pair[0])
-    assert pair[0].store.children("senders") == []
-    assert pair[0].store.children(".bells") == []
+    pair[0].ring("senders")
+    pair[0].bell("receivers")()
+    assert pair[1].children("senders") == []
+    assert pair[1].store.children(".bells") == []
 
 
-def test_rings_without_a_server_raise_nothing_and_hold_nobody_up(pair):
-    server, client = pair
-    heard(client)
-    server.close()
-    until(lambda: not bell_threads())
+def test_a_store_that_counts_none_is_looked_at(tmp_path):
+    session = Session.open(f"file://{tmp_path / 'run'}", deadline=Deadline(20))
+    session.ring("senders")
+    assert session.bell("senders")() == 0
+    session.close()
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+def watch() -> Watch:
+    running = Watch()
+    running.start(Deadline(60))
+    return running
+
+
+def doze(running: Watch, said, heard: int | None, pause: float = 50.0):
+    answers = iter(said)
+    step = Waiting("offer", (), bell=lambda: next(answers))
+    return Run(iter(()), running)._doze(step, pause, 1.0, heard)
+
+
+def test_a_bell_that_rings_ends_the_pause():
+    assert doze(watch(), [3, 3, 4], heard=3) == (4, True)
+
+
+def test_what_rang_before_the_pause_isnt_missed():
+    assert doze(watch(), [4], heard=3) == (4, True)
+
+
+def test_who_has_heard_nothing_yet_looks_at_once():
+    assert doze(watch(), [7], heard=None) == (7, False)
+
+
+def test_a_bell_that_is_still_leaves_the_pause_as_long_as_it_is():
     began = time.monotonic()
-    for _ in range(3):
-        client.ring("receivers")
-        client.bell("senders")(lambda: None)
-    assert time.monotonic() - began < 1
-
-
-def test_rings_of_a_thousand_and_more_keep_calling(pair):
-    event = heard(pair[0])
-    for _ in range(1500):
-        pair[1].ring("senders")
-    pair[1].children("senders")  # the rings before it are done
-    time.sleep(0.2)
-    event.clear()
-    pair[1].ring("senders")
-    assert event.wait(20)
-
-
-def test_a_ring_ends_the_pause_of_whoever_waits(monkeypatch):
-    monkeypatch.setattr(waiting, "_FIRST_PAUSE", 30.0)
-    monkeypatch.setattr(waiting, "_LAST_PAUSE", 30.0)
-    watch = Watch()
-    watch.start(Deadline(20))
-    looks = []
-
-    def bell(call):
-        threading.Timer(0.05, call).start()
-
-    def steps():
-        while len(looks) < 3:
-            looks.append(True)
-            yield Waiting("looks", (), bell=bell)
-        return len(looks)
-
-    assert drive(steps(), watch) == 3
-
-
-def test_a_ring_ends_one_pause():
-    watch = Watch()
-    watch.start(Deadline(20))
-    watch.ring()
-    watch.pause(20)
-    began = time.monotonic()
-    watch.pause(0.2)
+    assert doze(watch(), [3] * 1000, heard=3, pause=0.2) == (3, False)
     assert time.monotonic() - began >= 0.2
 
 
-def test_versions_are_applied_by_bells_where_looks_are_too_far_apart(monkeypatch):
-    """Each of a version's waits (offer, ready, started, applied) ends by its bell."""
-    source = {"a": torch.arange(8.0)}
-    target = {"a": torch.zeros(8)}
-    failures = []
-    with (
-        weightwire.open_sender(
-            "memory", session="tcp://127.0.0.1:0/run", source=source, timeout=60
-        ) as sender,
-        weightwire.open_receiver(
-            "memory", session=sender.session_url, target=target, receiver_id="r", timeout=60
-        ) as receiver,
-    ):
+@pytest.mark.parametrize("end", ["fail", "cancel"])
+def test_a_failure_ends_it_too(end):
+    running = watch()
+    error = PeerLost("gone") if end == "fail" else "the caller"
+    threading.Timer(0.05, getattr(running, end), (error,)).start()
+    with pytest.raises(PeerLost if end == "fail" else Cancelled):
+        doze(running, [3] * 100000, heard=3)
 
-        def follow():
-            try:
-                for _ in range(4):
-                    receiver.receive()
-            except BaseException as error:
-                failures.append(error)
 
-        thread = threading.Thread(target=follow)
-        thread.start()
-        sender.send(1)  # the bells' connections come with the first waits
-        until(lambda: len(bell_threads()) == 2)
-        sender.send(2)
-        time.sleep(1)  # they listen by now
-        monkeypatch.setattr(waiting, "_FIRST_PAUSE", 50.0)
-        monkeypatch.setattr(waiting, "_LAST_PAUSE", 50.0)
-        began = time.monotonic()
-        for version in (3, 4):
-            source["a"] += 1
-            sender.send(version, wait="applied")
-        thread.join()
-        took = time.monotonic() - began
-    assert not failures
-    assert torch.equal(target["a"], source["a"])
-    assert took < 40, "a wait ended by its own looking"
+# ---------------------------------------------------------------------- processes
+
+SCRIPT = """
+import threading, torch, weightwire
+source, target = {"a": torch.ones(8)}, {"a": torch.zeros(8)}
+with weightwire.open_sender("memory", session="tcp://127.0.0.1:0/run", source=source) as sender:
+    with weightwire.open_receiver(
+        "memory", session=sender.session_url, target=target, receiver_id="r"
+    ) as receiver:
+        following = threading.Thread(target=receiver.receive)
+        following.start()
+        sender.send(1)
+        following.join()
+assert torch.equal(*(side["a"] for side in (source, target)))
+"""
+
+
+def test_a_process_over_tcp_ends_in_good_order():
+    """Nothing of ours is left in a library's call when the interpreter ends."""
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        assert "terminate called" not in done.stderr

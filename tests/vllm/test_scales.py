@@ -22,11 +22,10 @@ SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "_k_scale_cpu", "_v
 class Attention(nn.Module):
     """vLLM's own scales and quant method, without an engine around them."""
 
-    def __init__(self, *, measures: bool = False, method: object = None) -> None:
+    def __init__(self, method: object = None) -> None:
         super().__init__()
         set_default_quant_scales(self, register_buffer=True)
         self.quant_method = method if method is not None else BaseKVCacheMethod(None)
-        self.calculate_kv_scales = measures
         for name in SCALES:
             getattr(self, name).fill_(3e-4)
         self._k_scale_float = 3e-4
@@ -35,18 +34,21 @@ class Attention(nn.Module):
         assert dtype is torch.bfloat16
 
 
-def finish(layer: Attention, load_format: str) -> None:
+def finish(
+    layer: Attention, *, load_format: str = "dummy", measures: bool = False, is_first: bool = True
+) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16),
         load_config=SimpleNamespace(load_format=load_format),
+        cache_config=SimpleNamespace(calculate_kv_scales=measures),
     )
-    finish_attention([layer], config)
+    finish_attention([layer], config, is_first=is_first)
 
 
 def test_after_a_dummy_load_they_are_those_of_a_checkpoint_without_any():
     layer = Attention()
     held = {name: getattr(layer, name) for name in SCALES}
-    finish(layer, "dummy")
+    finish(layer)
     assert layer._k_scale_float == 1.0
     for name, tensor in held.items():
         assert getattr(layer, name) is tensor  # kernels and CUDA graphs know it
@@ -54,13 +56,15 @@ def test_after_a_dummy_load_they_are_those_of_a_checkpoint_without_any():
 
 
 @pytest.mark.parametrize(
-    ("layer", "load_format"),
+    ("method", "options"),
     [
-        (Attention(), "safetensors"),  # they may be the checkpoint's
-        (Attention(measures=True), "dummy"),  # the layer measures them itself
-        (Attention(method=object()), "dummy"),  # vLLM sets them
+        (None, {"load_format": "safetensors"}),  # they may be the checkpoint's
+        (None, {"measures": True}),  # vLLM measures them
+        (None, {"is_first": False}),  # they were set by whoever
+        (object(), {}),  # vLLM sets them
     ],
 )
-def test_otherwise_they_stay(layer, load_format):
-    finish(layer, load_format)
+def test_otherwise_they_stay(method, options):
+    layer = Attention(method)
+    finish(layer, **options)
     assert [float(getattr(layer, name)) for name in SCALES] == pytest.approx([3e-4] * len(SCALES))

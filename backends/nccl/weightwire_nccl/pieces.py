@@ -101,15 +101,9 @@ class ReadPlan:
         self._by_tensor: dict[int, list[tuple[int, Region]]] = {}
         for position, region in enumerate(regions):
             self._by_tensor.setdefault(region.tensor, []).append((position, region))
-        self._latest: tuple[GroupShards, ChannelPlan] | None = None
 
     def channel(self, held: GroupShards) -> ChannelPlan:
-        """Of the owner that holds these shards in each group; made once for the same ones."""
-        if self._latest is None or self._latest[0] is not held:
-            self._latest = held, self._make_channel(held)
-        return self._latest[1]
-
-    def _make_channel(self, held: GroupShards) -> ChannelPlan:
+        """Of the owner that holds these shards in each group."""
         groups = {}
         for group, shards in enumerate(held):
             pieces = [

@@ -18,7 +18,13 @@ from weightwire_nccl.config import NcclConfig
 from weightwire_nccl.epoch import Epoch, Job
 from weightwire_nccl.meeting import Server, machine, own_address
 from weightwire_nccl.nccl import gpu_here
-from weightwire_nccl.pieces import GroupShards, ReadPlan, decode_regions, shards_by_owner
+from weightwire_nccl.pieces import (
+    ChannelPlan,
+    GroupShards,
+    ReadPlan,
+    decode_regions,
+    shards_by_owner,
+)
 from weightwire_nccl.records import (
     PROTOCOL,
     Member,
@@ -67,7 +73,7 @@ class NcclSender(SenderTransport):
         self._seals: list[int] = []
         self._epoch: Epoch | None = None
         self._end: Owner | None = None
-        self._plans: dict[str, ReadPlan] = {}
+        self._plans: dict[str, ChannelPlan] = {}  # of this rank's shards
         self._under_way: deque[Job[None]] = deque()
         self._epochs = 0
         self._last_opening = ""
@@ -250,13 +256,14 @@ class NcclSender(SenderTransport):
             if plan_digest(self._table_digest, payload) != digest:
                 raise TableMismatch(f"{who} sent another plan than it announced: send again")
             regions = decode_regions(payload, table, who)
-            self._plans[digest] = ReadPlan(table, regions, self._config.bucket_bytes)
+            plan = ReadPlan(table, regions, self._config.bucket_bytes)
+            self._plans[digest] = plan.channel(self._shards)
 
     def _channels(self, epoch: Epoch, opening: Opening) -> list[Channel]:
         rank = self._context.rank
         channels = []
         for digest, ranks in by_plan(opening.members).items():
-            plan = self._plans[digest].channel(self._shards)
+            plan = self._plans[digest]
             if not plan.groups:
                 continue
             short = bytes.fromhex(digest)

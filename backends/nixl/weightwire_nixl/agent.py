@@ -409,6 +409,7 @@ class Transfer:
         self._lists = lists
         self._who = who
         self._running = False
+        self._failed = False
         self._is_shared = is_shared
         self.lingers = False
 
@@ -425,6 +426,7 @@ class Transfer:
         with self._owner._lock, self._owner._translated(self._who, "start a transfer with"):
             self._owner.counters.posts += 1
             self._running = True  # first: an interruption must not hide it
+            self._failed = False
             try:
                 state = self._owner._agent.postXferReq(self._handle, message)
             except Exception:
@@ -439,6 +441,8 @@ class Transfer:
             PeerLost: the peer is gone.
         """
         with self._owner._lock:
+            if self._failed:  # whoever asked first may have been told, and not who asks now
+                raise PeerLost(f"{self._who} is gone: a transfer with it failed; send again")
             if not self._running:
                 return True
             with self._owner._translated(self._who, "finish a transfer with"):
@@ -457,7 +461,7 @@ class Transfer:
         return not self.lingers
 
     def _fail(self) -> None:
-        self._running = False
+        self._running, self._failed = False, True
         self.lingers = self._is_shared
 
     def release(self) -> None:

@@ -6,7 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Progress"]
+__all__ = ["PAUSE", "Progress"]
+
+PAUSE = 0.0002
+"""Seconds between two looks for what a peer says."""
 
 
 class Progress:
@@ -16,14 +19,13 @@ class Progress:
     without this one nothing would arrive during replay.  It runs for one version.
 
     Args:
-        step: takes what steps are possible; whether more will come.  What it raises is
-            kept for ``check``, and ends the thread.
-        pause: seconds between two steps.
+        step: takes what steps are possible; returns the seconds until the next ones, None
+            when there is nothing more to wait for.  What it raises is kept for ``check``, and
+            ends the thread.
     """
 
-    def __init__(self, step: Callable[[], bool], pause: float) -> None:
+    def __init__(self, step: Callable[[], float | None]) -> None:
         self._step = step
-        self._pause = pause
         self._work = threading.Event()
         self._ends = False
         self._error: BaseException | None = None
@@ -52,8 +54,8 @@ class Progress:
                 return
             try:
                 self._work.clear()
-                while self._step() and not self._ends:
-                    time.sleep(self._pause)
+                while (pause := self._step()) is not None and not self._ends:
+                    time.sleep(pause)
             except BaseException as error:
                 self._error = error
                 return

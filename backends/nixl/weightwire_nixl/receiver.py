@@ -22,7 +22,7 @@ from weightwire_nixl.discovery import open_discovery
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.owner import PIECES, Owner
 from weightwire_nixl.peers import check_alike, least_pause, naps
-from weightwire_nixl.progress import Progress
+from weightwire_nixl.progress import PAUSE, Progress
 from weightwire_nixl.pull import Pull
 from weightwire_nixl.push import Push
 from weightwire_nixl.route import choose, describe_endpoint
@@ -65,6 +65,7 @@ class NixlReceiver(ReceiverTransport):
             self._fabric = self._fabric.with_copiers(config.copy_threads)
         self._discovery = open_discovery(context, config.discovery)
         self._slot_count = 2 if context.overlap else 1
+        self._least = least_pause(self._device)
         self.counters = Counters()
         self._backlog = Backlog()
         self._agent: Agent | None = None
@@ -226,7 +227,7 @@ class NixlReceiver(ReceiverTransport):
             self._flights[group] = _Flight(parts)
         if self._context.overlap:
             if self._progress is None:
-                self._progress = Progress(self._step, least_pause(self._device))
+                self._progress = Progress(self._step)
             self._progress.wake()
         else:
             self._advance()
@@ -279,7 +280,11 @@ class NixlReceiver(ReceiverTransport):
         return all(part.landed for part in flight.parts)
 
     def _advance(self) -> None:
-        """Take every posted group as far as it goes without waiting."""
+        """Take every posted group as far as it goes without waiting.
+
+        Groups are posted in the order in which owners announce them, the table's: so those
+        that an owner is read for one at a time come as they are posted.
+        """
         with self._moving:
             self._poll()
             busy: set[int] = set()
@@ -291,13 +296,16 @@ class NixlReceiver(ReceiverTransport):
                     if part.in_turn and not part.landed:
                         busy.add(part.owner.rank)
 
-    def _step(self) -> bool:
-        """``_advance`` on the progress thread; whether something is still to land."""
+    def _step(self) -> float | None:
+        """``_advance`` on the progress thread; seconds until the next, None: all has landed."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
         self._advance()
         with self._moving:
-            return not all(part.landed for f in self._flights.values() for part in f.parts)
+            left = [part for f in self._flights.values() for part in f.parts if not part.landed]
+        if not left:
+            return None
+        return self._least if any(part.in_flight for part in left) else PAUSE
 
     def _stop_progress(self) -> None:
         if self._progress is not None:

@@ -422,12 +422,12 @@ class NixlSender(SenderTransport):
             self._drop(delivery)
 
     def _writes_to(self, agent: str) -> bool:
-        """Whether a write to this reader is under way.
+        """Whether a write to this reader was posted, and isn't known to be over.
 
         UCX sends a write's notification only when every write to that peer has ended: one
         beside it would keep the reader from what has come.
         """
-        return any(other.agent == agent and other.in_flight for other in self._deliveries)
+        return any(other.agent == agent and other.started for other in self._deliveries)
 
     def _drop(self, delivery: Delivery) -> None:
         """A delivery is over: its slot is free of it."""

@@ -87,9 +87,9 @@ class ReceiverMachine:
         return keys.answer(policy, sentinel, self.receiver_id, self.member.incarnation)
 
     def _reply(self, policy: Policy, sentinel: str, record: Ready | Applied) -> None:
-        """Write this replica's answer, and call the sender that waits for it."""
-        self.session.write(self._answer(policy, sentinel), record)
+        """Write this replica's answer; the sender that waits for it looks sooner."""
         self.session.ring("receivers")
+        self.session.write(self._answer(policy, sentinel), record)
 
     def _enter(self, state: ReceiverState) -> None:
         if state not in RECEIVER_TRANSITIONS[self.state]:

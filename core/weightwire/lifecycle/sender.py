@@ -190,6 +190,7 @@ class SenderMachine:
 
     def _write_offer(self, offer: Offer, offering: Offering) -> None:
         terms = offering.terms
+        self.session.ring("senders")
         self.session.write(
             keys.version(offer.policy, "offer"),
             OfferRecord(
@@ -202,13 +203,12 @@ class SenderMachine:
                 max_unavailable=terms.max_unavailable,
             ),
         )
-        self.session.ring("senders")
 
     def _start(self, policy: Policy, readers: Mapping[str, Member]) -> None:
         self._refuse_if_superseded()
         started = Started({name: readers[name].incarnation for name in sorted(readers)})
-        self.session.write(keys.version(policy, "started"), started)
         self.session.ring("senders")
+        self.session.write(keys.version(policy, "started"), started)
         self._enter(SenderState.STARTED)
 
     def _conclude(self, policy: Policy, error: BaseException | None, began: float) -> None:
@@ -216,6 +216,7 @@ class SenderMachine:
         seconds, phases = time.monotonic() - began, recorded(self.phases())
         outcome = Outcome(info, seconds, time.time(), more=self.more, phases=phases)
         try:
+            self.session.ring("senders")
             if self.session.create(keys.version(policy, "outcome"), outcome):
                 finished = error is None and not self.more
             else:
@@ -224,7 +225,6 @@ class SenderMachine:
                 finished = written is not None and written.error is None and not written.more
             if finished:
                 self._finish(policy.version)
-            self.session.ring("senders")
         except SessionError:
             if error is None:
                 raise  # else the first error matters more than a session that is gone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import secrets
@@ -211,12 +210,18 @@ class Session:
         return payload is None or self._peek(payload).id != self.id
 
     def ring(self, bell: Bell) -> None:
-        """Tell the others that this side has written something that they may wait for."""
-        self.store.ring(bell)
+        """Tell the others that this side is about to write what they may wait for."""
+        with self.silence.asked():
+            self.store.ring(bell)
 
-    def bell(self, bell: Bell) -> Callable[[Callable[[], None]], None]:
-        """For ``Waiting``: takes whom to call when that side rings."""
-        return functools.partial(self.store.listen, bell)
+    def bell(self, bell: Bell) -> Callable[[], int]:
+        """For ``Waiting``: how often that side has rung."""
+
+        def rings() -> int:
+            with self.silence.asked():
+                return self.store.rings(bell)
+
+        return rings
 
     def close(self) -> None:
         self.store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -63,21 +62,19 @@ class SessionStore(ABC):
         """Remove ``prefix`` and every key below it."""
 
     def ring(self, bell: str) -> None:
-        """Tell those who listen to ``bell`` that there are new records.
-
-        With ``listen``, for stores that can call their clients: those who wait learn of records
-        sooner than they would look for them.  A ring may be lost, nobody waits for it, and
-        it raises nothing.
+        """Tell those who wait that a record is about to be written.
 
         Args:
             bell: a valid key; it is no record.
         """
 
-    def listen(self, bell: str, call: Callable[[], None]) -> None:
-        """Call ``call``, and nobody who listened before, after each ring, on any thread.
+    def rings(self, bell: str) -> int:
+        """How often ``ring`` was called by anybody.
 
-        Cheap where the same bell is listened to already.
+        For stores that answer this several times as cheaply as the looks at records that it
+        saves: those who wait ask for it between two looks.  0 where it isn't counted.
         """
+        return 0
 
     @abstractmethod
     def close(self) -> None:
@@ -118,8 +115,8 @@ class PartOfStore(SessionStore):
     def ring(self, bell: str) -> None:
         self._whole.ring(self._key(bell))
 
-    def listen(self, bell: str, call: Callable[[], None]) -> None:
-        self._whole.listen(self._key(bell), call)
+    def rings(self, bell: str) -> int:
+        return self._whole.rings(self._key(bell))
 
     def close(self) -> None:
         """The whole store is closed by whoever opened it."""

@@ -16,7 +16,6 @@ behind in the call that hangs; it is a daemon, so that the process can end.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import queue
@@ -33,7 +32,6 @@ from weightwire.errors import ConfigError, SessionError
 from weightwire.session.marks import mark, open_value, seal_value
 from weightwire.session.records import MAX_RECORD
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
-from weightwire.session.tcp_bells import TcpBell, ring
 from weightwire.session.urls import is_loopback, without_credentials
 
 if TYPE_CHECKING:  # a scheme is described without torch
@@ -66,7 +64,6 @@ class TcpStore(SessionStore):
         self._prefix = f"{path}/"
         self._index = self._prefix + _INDEX
         self._listed: set[str] = set()
-        self._bells: dict[str, TcpBell] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._server = self._serve() if serve else None
@@ -130,23 +127,14 @@ class TcpStore(SessionStore):
         self._listed.difference_update(keys)
 
     def ring(self, bell: str) -> None:
-        self._connection.post(lambda store: ring(store, f"{self._prefix}{_BELLS}{bell}"))
+        key = f"{self._prefix}{_BELLS}{bell}"
+        self._run("ring", bell, lambda store: store.add(key, 1))
 
-    def listen(self, bell: str, call: Callable[[], None]) -> None:
-        if bell not in self._bells:
-            key = f"{self._prefix}{_BELLS}{bell}"
-            self._bells[bell] = TcpBell(key, self._connect_bell)
-        self._bells[bell].listen(call)
-
-    def _connect_bell(self) -> TCPStore:
-        with _probe(self._host, self._port, _OPERATION_SECONDS):
-            pass
-        return _client(self._host, self._port, _OPERATION_SECONDS)
+    def rings(self, bell: str) -> int:
+        key = f"{self._prefix}{_BELLS}{bell}"
+        return self._run("read", bell, lambda store: store.add(key, 0))
 
     def close(self) -> None:
-        for name, bell in self._bells.items():
-            bell.close()
-            self.ring(name)  # so that its thread ends
         self._closed = True  # an operation that hangs on another thread isn't waited for
         self._connection.close()
         self._server = None
@@ -252,7 +240,9 @@ class TcpStore(SessionStore):
         while not (self._closed or deadline.passed()):
             # A plain socket first: it fails in silence where TCPStore logs a stack trace.
             try:
-                with _probe(self._host, self._port, min(2.0, deadline.remaining() + 0.01)):
+                with socket.create_connection(
+                    (self._host, self._port), timeout=min(2.0, deadline.remaining() + 0.01)
+                ):
                     pass
                 return _Connection(self._host, self._port, deadline)
             except (OSError, RuntimeError, FutureTimeout) as caught:
@@ -292,18 +282,6 @@ class _Connection:
         if store is None:
             raise RuntimeError("the connection is closed")
         return self._submit(lambda: operation(store), deadline)
-
-    def post(self, operation: Callable[[TCPStore], object]) -> None:
-        """Run an operation after those that were asked for before, and don't wait for it."""
-        store = self._store
-        if store is None:
-            return
-
-        def work() -> None:
-            with contextlib.suppress(RuntimeError):  # the next that is waited for says so
-                operation(store)
-
-        self._work.put(work)
 
     def close(self) -> None:
         self._store = None
@@ -353,10 +331,6 @@ def keys_of(index: bytes) -> tuple[list[str], int]:
         else:
             keys.pop(line[1:], None)
     return list(keys), len(lines)
-
-
-def _probe(host: str, port: int, seconds: float) -> socket.socket:
-    return socket.create_connection((host, port), timeout=seconds)
 
 
 def _client(host: str, port: int, seconds: float) -> TCPStore:

@@ -157,15 +157,18 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if compat.is_attention(layer)]
 
 
-def finish_attention(layers: Iterable[nn.Module], config: Any) -> None:
+def finish_attention(layers: Iterable[nn.Module], config: Any, *, is_first: bool) -> None:
     """What a cold load does to attention layers after all others.
 
     Args:
-        config: the engine's, with its model and its load config.
+        config: the engine's.
+        is_first: nothing has replaced yet what the engine was started with.
     """
     for layer in layers:
         pins = _Pins([layer, getattr(layer, "impl", None)])
         compat.finish_attention(layer, config)
+        if is_first:
+            compat.forget_dummy_scales(layer, config)
         pins.restore()
 
 

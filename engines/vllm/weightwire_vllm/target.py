@@ -88,6 +88,7 @@ class VllmTarget(WeightTarget):
         self._update: _Update | None = None
         self._spare: dict[int, list[torch.UntypedStorage]] = {}
         self._fingerprinter = Fingerprinter()
+        self._is_first = True  # nothing was committed yet
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
 
@@ -165,9 +166,9 @@ class VllmTarget(WeightTarget):
             while update.due:
                 self._finish(update.due.popleft()[1])
             update.changed = True
-            finish_attention(plan.attention, self._config)
+            finish_attention(plan.attention, self._config, is_first=self._is_first)
         self._synchronize()
-        self._update = None
+        self._update, self._is_first = None, False
 
     def release_buffers(self) -> None:
         self._spare.clear()

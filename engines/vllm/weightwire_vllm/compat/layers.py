@@ -17,6 +17,7 @@ __all__ = [
     "absorbed_weights",
     "drop_moe_kernels",
     "finish_attention",
+    "forget_dummy_scales",
     "give_moe_kernels",
     "is_attention",
     "is_processed",
@@ -173,25 +174,26 @@ def _timed(layer: nn.Module, method: Any) -> AbstractContextManager[Any]:
 
 
 def finish_attention(layer: nn.Module, config: Any) -> None:
-    """Derive what an attention layer keeps of its own, MLA's absorbed weights above all.
-
-    vLLM's dummy load fills the scales of a quantised KV cache at random, too, and no later
-    load touches them: they become what a checkpoint without scales leaves there.
-    """
+    """Derive what an attention layer keeps of its own, MLA's absorbed weights above all."""
     process: Any = layer.process_weights_after_loading
     process(config.model_config.dtype)
-    if str(config.load_config.load_format) == "dummy" and _takes_scales(layer):
-        from vllm.model_executor.layers.attention.attention import set_default_quant_scales
-
-        set_default_quant_scales(layer, register_buffer=False)
 
 
-def _takes_scales(layer: nn.Module) -> bool:
-    """Whether an attention layer's scales come from its checkpoint, or stay as they were."""
+def forget_dummy_scales(layer: nn.Module, config: Any) -> None:
+    """Set an attention layer's scales to what a checkpoint without any leaves there.
+
+    vLLM's dummy load fills them at random with everything else, and no later load touches
+    them: a checkpoint's are refused (see ``make_units``), and those that vLLM measures
+    itself aren't these.
+    """
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
-    measures: Any = getattr(layer, "calculate_kv_scales", False)  # by itself, at the first forward
-    return isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod) and not measures
+    is_dummy = str(config.load_config.load_format) == "dummy"
+    measures = getattr(config.cache_config, "calculate_kv_scales", False)
+    reads = isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod)
+    if is_dummy and reads and not measures:
+        set_default_quant_scales(layer, register_buffer=False)
 
 
 def absorbed_weights(model: nn.Module) -> dict[str, Tensor]:
