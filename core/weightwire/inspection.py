@@ -41,6 +41,7 @@ class MemberView:
 
     Attributes:
         alive: judged by its lease so far; an observer needs a lease's length to be sure.
+        state: of a receiver: ``serving``, ``installing``, ...; ``gone`` once it isn't alive.
         age_s: seconds since it joined, by this host's wall clock.
         serving: the version that it wholly holds, by its own word.
         behind: finished versions, among those shown, that are newer than what it serves.
@@ -214,7 +215,7 @@ def _view_member(
         pid=record.pid,
         alive=alive,
         age_s=_age(record.created, now),
-        state=status.state if status is not None else "",
+        state=(status.state if status is not None else "") if alive else "gone",
         serving=serving.version if serving is not None else None,
         serving_incarnation=serving.incarnation if serving is not None else None,
         error=_message(status.error if status is not None else None),

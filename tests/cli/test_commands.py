@@ -257,3 +257,15 @@ def test_a_command_that_two_plugins_claim_is_refused_and_hurts_no_other(with_plu
         assert claimant in first_error_line(refused)
     assert "alone" in with_plugins(plugins, "--help").stdout
     assert with_plugins(plugins, "alone", "ada").stdout == "ada\n"
+
+
+def test_a_command_whose_needs_are_missing_says_so_whatever_it_is_given() -> None:
+    code = (
+        "import sys; sys.modules['httpx'] = None\n"
+        "from weightwire.cli.main import main\n"
+        "sys.argv[1:] = ['watch', '--session', 'file:///x', '--engine', 'http://a', 'more']\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "weightwire watch needs httpx: pip install 'weightwire[vllm]'" in done.stderr

@@ -23,7 +23,11 @@ def bench(
     gigabytes: Annotated[float, typer.Option(help="Size of the state dict, in 10^9 bytes.")] = 1.0,
     repeats: Annotated[int, typer.Option(help="Measured rounds after one warm-up.", min=1)] = 7,
     directory: Annotated[
-        list[Path] | None, typer.Option(help="Where to write; may be given several times.")
+        list[Path] | None,
+        typer.Option(
+            help="Where to write, for backends that write files; may be given several times. "
+            "By default /dev/shm and the current directory."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a side.", min=1)] = None,
     device: Annotated[
@@ -36,6 +40,7 @@ def bench(
 ) -> None:
     """Measure a backend between two processes, with the raw costs of the same bytes beside it."""
     chosen = registry().backend(backend)
+    chosen.probe()  # rather here than in a child
     package = type(chosen).__module__.rpartition(".")[0]
     try:
         module = importlib.import_module(f"{package}.bench")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.deadline import Deadline
 from weightwire.errors import AuthenticationError, SessionError
-from weightwire.inspection import SessionView, VersionView, inspect_session
+from weightwire.inspection import MemberView, SessionView, VersionView, inspect_session
 from weightwire.report import PHASES
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
@@ -134,15 +134,41 @@ def _show_once(view: SessionView, as_json: bool) -> None:
 
 
 def _render(view: SessionView) -> RenderableType:
+    members = ((view.sender,) if view.sender else ()) + view.receivers
     parts: list[RenderableType] = [
         Text(f"session {view.url}  (id {view.session_id})", style="bold"),
         _members(view),
+        *_notes((_who(view, member), "", member.error) for member in members),
         _versions(view),
+        *_notes((_which(v), _phases(v.phases), _errors(v)) for v in view.versions),
     ]
     if view.versions and view.versions[0].answers:
+        answers = view.versions[0].answers[:_MOST_ANSWERS]
         parts.append(_answers(view.versions[0]))
+        parts += _notes((a.receiver_id, _phases(a.phases), a.error) for a in answers)
     parts += [Text(f"left out: {why}", style="red") for why in view.unreadable]
     return Group(*parts)
+
+
+def _notes(lines: Iterable[tuple[str, str, str]]) -> list[Text]:
+    """What is too long for a table: of whom, phases, and an error."""
+    found = []
+    for name, phases, error in lines:
+        if phases:
+            found.append(Text(f"{name}: {phases}", style="dim"))
+        if error:
+            found.append(Text(f"{name}: {error}", style="red"))
+    return found
+
+
+def _who(view: SessionView, member: MemberView) -> str:
+    is_sender = member is view.sender
+    return f"sender #{member.incarnation}" if is_sender else member.member_id
+
+
+def _which(version: VersionView) -> str:
+    retry = f".{version.attempt}" if version.attempt > 1 else ""
+    return f"{version.version}{retry} (#{version.incarnation})"
 
 
 def _members(view: SessionView) -> Table:
@@ -156,21 +182,19 @@ def _members(view: SessionView) -> Table:
         "serves",
         "behind",
         "joined ago",
-        "error",
     ):
-        table.add_column(heading, no_wrap=heading != "error", overflow="fold")
+        table.add_column(heading, overflow="fold")
     for member in ((view.sender,) if view.sender else ()) + view.receivers:
         is_sender = member is view.sender
         table.add_row(
-            Text(f"sender #{member.incarnation}" if is_sender else member.member_id),
+            Text(_who(view, member)),
             str(member.world_size),
             Text(f"{member.pid}@{member.host}"),
             "[green]yes[/]" if member.alive else "[red]no[/]",
-            "" if is_sender else (member.state or "idle") if member.alive else "gone",
+            "" if is_sender else member.state or "idle",
             "" if member.serving is None else f"{member.serving}",
             f"[yellow]{member.behind}[/] ({_age(member.lag_s)})" if member.behind else "",
             _age(member.age_s),
-            Text(member.error),
         )
     return table
 
@@ -186,27 +210,28 @@ def _versions(view: SessionView) -> Table:
         "ready",
         "applied",
         "ago",
-        "phases",
-        "error",
     ):
-        table.add_column(heading, no_wrap=heading not in ("error", "phases"), overflow="fold")
+        table.add_column(heading, overflow="fold")
     colours = {"finished": "green", "aborted": "red", "started": "yellow", "offered": "yellow"}
     for version in view.versions:
-        retry = f".{version.attempt}" if version.attempt > 1 else ""
         table.add_row(
-            f"{version.version}{retry} (#{version.incarnation})",
+            _which(version),
             f"[{colours.get(version.state, 'yellow')}]{version.state}[/]"
             + (" (dropped)" if version.retired else ""),
             f"{version.nbytes / 1e9:.3f}",
             "" if version.seconds is None else f"{version.seconds:.3f}",
             "" if not version.seconds else f"{rate(version.nbytes, version.seconds):.2f}",
-            f"{sum(v == 'yes' for v in version.ready.values())}/{len(version.roster)}",
-            f"{sum(v == 'yes' for v in version.applied.values())}/{len(version.roster)}",
+            _count(version.ready, version) if version.ready else "-",  # stored ones ask nobody
+            _count(version.applied, version),
             _age(version.age_s),
-            _phases(version.phases),
-            Text(_errors(version)),
         )
     return table
+
+
+def _count(answers: Mapping[str, str], version: VersionView) -> str:
+    """How many of the roster said yes; of stored versions others read, too."""
+    done = sum(answer == "yes" for answer in answers.values())
+    return f"{done}/{len(version.roster)}" if done <= len(version.roster) else f"{done}"
 
 
 def _errors(version: VersionView) -> str:
@@ -220,8 +245,8 @@ def _errors(version: VersionView) -> str:
 def _answers(version: VersionView) -> Table:
     """Who is where with the newest version."""
     table = Table(title=f"version {version.version}, by receiver", title_justify="left")
-    for heading in ("receiver", "phase", "GB", "GB/s", "digest", "phases", "error"):
-        table.add_column(heading, no_wrap=heading not in ("error", "phases"), overflow="fold")
+    for heading in ("receiver", "phase", "GB", "GB/s", "digest"):
+        table.add_column(heading, overflow="fold")
     for answer in version.answers[:_MOST_ANSWERS]:
         done = "yes" if version.applied.get(answer.receiver_id) == "yes" else ""
         table.add_row(
@@ -230,8 +255,6 @@ def _answers(version: VersionView) -> Table:
             f"{answer.nbytes / 1e9:.3f}" if done else "",
             f"{answer.gbps:.2f}" if done else "",
             Text(answer.digest, style="red" if answer.mismatch else ""),
-            _phases(answer.phases),
-            Text(answer.error),
         )
     if len(version.answers) > _MOST_ANSWERS:
         table.caption = f"and {len(version.answers) - _MOST_ANSWERS} more"

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from weightwire._version import __version__
 from weightwire.cli import backends, bench, chaos, conformance, demo, doctor, inspect, plan
+from weightwire.cli.stubs import ANY_ARGUMENTS
 from weightwire.errors import PluginError, WeightWireError
 from weightwire.plugins import registry
 from weightwire.units import printable
@@ -50,7 +51,8 @@ class _Commands(TyperGroup):
 
 def _command(name: str, function: Callable[..., object]) -> Any:
     made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    made.command(name)(function)
+    settings = getattr(function, "context_settings", None)
+    made.command(name, context_settings=settings)(function)
     return typer.main.get_command(made)
 
 
@@ -59,6 +61,7 @@ def _refusal(error: PluginError) -> Callable[[], None]:
         raise error
 
     refuse.__doc__ = str(error)
+    refuse.context_settings = ANY_ARGUMENTS  # type: ignore[attr-defined]  # read by _command
     return refuse
 
 

@@ -137,7 +137,7 @@ class WeightWireEngine(TransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             raise ConfigError(
                 f"the engine is attached to session {shown(now.session)} as "
                 f"{now.receiver_id!r} already: stop whoever drives it there, or take it over "
-                "(take_over=True)"
+                "(take_over=True, or `weightwire watch --take-over`)"
             )
 
     def start_weight_update(self) -> None:
