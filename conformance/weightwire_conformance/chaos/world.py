@@ -379,6 +379,8 @@ class World:
     def _judge_session(self) -> None:
         """The session names no later version than a replica holds."""
         view = inspect_session(self.session, self.observer, limit=4)
+        for why in view.unreadable:
+            self._fail(f"the session holds a record that can't be read: {why}")
         for member in view.receivers:
             replica = self.replicas.get(member.member_id)
             if replica is None or member.serving is None:

@@ -42,6 +42,8 @@ def reach(options: CheckOptions) -> Verdict:
             session.children("receivers")
             began.append(time.perf_counter() - start)
         view = inspect_session(session, LeaseObserver(session), limit=1)
+        if view.unreadable:
+            raise SessionError(view.unreadable[0])
     except WeightWireError as error:
         return _unreachable(url, error)
     finally:
