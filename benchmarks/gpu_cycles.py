@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from gpu_children import Child, Role, attempt, processes
 from gpu_engine import PROMPTS, Engine, Policy, equality
-from gpu_roles import TIMEOUT
+from gpu_roles import TIMEOUT, timed_send
 
 import weightwire
 
@@ -139,8 +139,7 @@ class ShardedPolicy(Role):
         return self.sender.session_url
 
     def send(self, version: int) -> dict[str, Any]:
-        report = self.sender.send(version, wait="applied")
-        return {"nbytes": report.nbytes, "seconds": report.seconds, "path": report.path}
+        return timed_send(self.sender, version, None)
 
     def close(self) -> None:
         import torch.distributed as dist

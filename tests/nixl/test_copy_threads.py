@@ -93,6 +93,7 @@ def test_large_groups_arrive_whole_each_time(
 READS = """
 import sys
 import numpy as np, torch
+from weightwire.deadline import Deadline
 from weightwire.errors import TransferError
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.arena import Slots
@@ -109,16 +110,19 @@ transfer = agent.prepare(
     "READ", name, *in_pieces(here, there, 2 * PIECES), devices=("cpu", "cpu"), who="the peer",
     cut=True,
 )
+def until(condition):
+    end = Deadline(20)
+    while not condition():
+        if end.passed():
+            sys.exit("it takes more than 20 s")
 done = transfer.post()
-while not (done or transfer.done()):
-    pass
+until(lambda: done or transfer.done())
 assert (slots.slot(0, LARGE) == 7).all()
 assert transfer.is_over()
 print("read", flush=True)
 sys.stdin.readline()
 try:
-    while not (transfer.post() or transfer.done()):
-        pass
+    until(lambda: transfer.post() or transfer.done())
 except TransferError as error:
     assert "the peer" in str(error), error
 else:

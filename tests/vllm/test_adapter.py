@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lora_policy import step, trainer
 
 import weightwire
 from weightwire.errors import ConfigError, UnsupportedOperation
@@ -11,25 +12,9 @@ from weightwire.vllm import Pool, UpdateFailed
 from weightwire_vllm.models import save_checkpoint, tiny_model
 from weightwire_vllm.plugin import register
 
-peft = pytest.importorskip("peft", reason="needs the extra 'examples'")
+pytest.importorskip("peft", reason="needs the extra 'examples'")
 
 PROMPTS = [[5, 6, 7, 9], [11, 12, 13]]
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def trainer(base, **options):
-    torch.manual_seed(3)
-    options = {"r": 4, "lora_alpha": 6, "target_modules": LAYERS, **options}
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    step(model)
-    return model
-
-
-def step(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from lora_policy import step, trainer
 from server_rig import PROMPT, Server, checkpoint, model
 from watch_rig import Watch
 
 import weightwire
 
-peft = pytest.importorskip("peft", reason="needs the extra 'examples'")
-
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+pytest.importorskip("peft", reason="needs the extra 'examples'")
 
 
 @contextlib.contextmanager
@@ -41,18 +39,7 @@ def said(server: Server, name: str) -> list[int]:
 
 @pytest.mark.soak
 def test_a_served_adapter_follows_its_trainer(tmp_path):
-    torch.manual_seed(3)
-    policy = peft.get_peft_model(
-        model("A"), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=LAYERS)
-    )
-
-    def step() -> None:
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.3)
-
-    step()
+    policy = trainer(model("A"))
     policy.save_pretrained(tmp_path / "first")
     session = f"file://{tmp_path / 'run'}"
     with (
@@ -71,7 +58,7 @@ def test_a_served_adapter_follows_its_trainer(tmp_path):
         try:
             watch.await_("attached")
             for version in (1, 2):
-                step()
+                step(policy)
                 sender.send(version)
                 watch.await_("version", version=version)
             now = said(server, "policy")

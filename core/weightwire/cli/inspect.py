@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,13 @@ from rich.text import Text
 from weightwire.cli.page_file import refuse_page, write_page
 from weightwire.deadline import Deadline
 from weightwire.errors import AuthenticationError, SessionError
-from weightwire.inspection import MemberView, SessionView, VersionView, inspect_session
+from weightwire.inspection import (
+    AnswerView,
+    MemberView,
+    SessionView,
+    VersionView,
+    inspect_session,
+)
 from weightwire.report import PHASES
 from weightwire.session.lease import LeaseObserver
 from weightwire.session.session import Session
@@ -137,14 +143,14 @@ def _render(view: SessionView) -> RenderableType:
     members = ((view.sender,) if view.sender else ()) + view.receivers
     parts: list[RenderableType] = [
         Text(f"session {view.url}  (id {view.session_id})", style="bold"),
-        _members(view),
+        _members(view, members),
         *_notes((_who(view, member), "", member.error) for member in members),
         _versions(view),
         *_notes((_which(v), _phases(v.phases), _errors(v)) for v in view.versions),
     ]
     if view.versions and view.versions[0].answers:
         answers = view.versions[0].answers[:_MOST_ANSWERS]
-        parts.append(_answers(view.versions[0]))
+        parts.append(_answers(view.versions[0], answers))
         parts += _notes((a.receiver_id, _phases(a.phases), a.error) for a in answers)
     parts += [Text(f"left out: {why}", style="red") for why in view.unreadable]
     return Group(*parts)
@@ -162,8 +168,7 @@ def _notes(lines: Iterable[tuple[str, str, str]]) -> list[Text]:
 
 
 def _who(view: SessionView, member: MemberView) -> str:
-    is_sender = member is view.sender
-    return f"sender #{member.incarnation}" if is_sender else member.member_id
+    return f"sender #{member.incarnation}" if member is view.sender else member.member_id
 
 
 def _which(version: VersionView) -> str:
@@ -171,7 +176,7 @@ def _which(version: VersionView) -> str:
     return f"{version.version}{retry} (#{version.incarnation})"
 
 
-def _members(view: SessionView) -> Table:
+def _members(view: SessionView, members: Iterable[MemberView]) -> Table:
     table = Table(title="members", title_justify="left")
     for heading in (
         "who",
@@ -184,14 +189,13 @@ def _members(view: SessionView) -> Table:
         "joined ago",
     ):
         table.add_column(heading, overflow="fold")
-    for member in ((view.sender,) if view.sender else ()) + view.receivers:
-        is_sender = member is view.sender
+    for member in members:
         table.add_row(
             Text(_who(view, member)),
             str(member.world_size),
             Text(f"{member.pid}@{member.host}"),
             "[green]yes[/]" if member.alive else "[red]no[/]",
-            "" if is_sender else member.state or "idle",
+            "" if member is view.sender else member.state or "idle",
             "" if member.serving is None else f"{member.serving}",
             f"[yellow]{member.behind}[/] ({_age(member.lag_s)})" if member.behind else "",
             _age(member.age_s),
@@ -242,12 +246,12 @@ def _errors(version: VersionView) -> str:
     return f"other bits than their peers: {', '.join(wrong)}" if wrong else ""
 
 
-def _answers(version: VersionView) -> Table:
+def _answers(version: VersionView, shown: Sequence[AnswerView]) -> Table:
     """Who is where with the newest version."""
     table = Table(title=f"version {version.version}, by receiver", title_justify="left")
     for heading in ("receiver", "phase", "GB", "GB/s", "digest"):
         table.add_column(heading, overflow="fold")
-    for answer in version.answers[:_MOST_ANSWERS]:
+    for answer in shown:
         done = "yes" if version.applied.get(answer.receiver_id) == "yes" else ""
         table.add_row(
             Text(answer.receiver_id),
@@ -256,8 +260,8 @@ def _answers(version: VersionView) -> Table:
             f"{answer.gbps:.2f}" if done else "",
             Text(answer.digest, style="red" if answer.mismatch else ""),
         )
-    if len(version.answers) > _MOST_ANSWERS:
-        table.caption = f"and {len(version.answers) - _MOST_ANSWERS} more"
+    if len(version.answers) > len(shown):
+        table.caption = f"and {len(version.answers) - len(shown)} more"
     return table
 
 
