@@ -225,7 +225,9 @@ class NixlReceiver(ReceiverTransport):
         ]
         with self._moving:
             self._flights[group] = _Flight(parts)
-        if self._context.overlap:
+        # What is pushed needs a grant of this rank and no more of it: a thread that looks for
+        # news would only take turns with the one that replays.
+        if self._context.overlap and any(part.in_turn for part in parts):
             if self._progress is None:
                 self._progress = Progress(self._step)
             self._progress.wake()
