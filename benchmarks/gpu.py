@@ -123,9 +123,12 @@ def cases(directory: Path) -> list[dict[str, Any]]:
         {**small, "backend": files, "repeats": 3},
         {**small, "backend": files, "overlap": True, "repeats": 3},
         {**large, "backend": {**live, **one}},
-        {**large, "backend": {**live, **one}, "verify": "off"},
+        {**large, "backend": {**live, **one}, "overlap": True},
+        {**large, "backend": {**live, **one}, "overlap": True, "verify": "off"},
         {**large, "backend": {**rows, **one}},
-        {**large, "backend": {**rows, **one}, "overlap": True, "group_bytes": 2 << 30},
+        {**large, "backend": {**rows, **one}, "overlap": True},
+        {**base, "backend": live, "group_bytes": 4 << 30, "overlap": True},
+        {**base, "group_bytes": 4 << 30, "overlap": True},
     ]
 
 

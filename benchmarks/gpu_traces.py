@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +12,50 @@ __all__ = ["concurrency"]
 Spans = list[tuple[float, float]]
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WAITS = {"cudaDeviceSynchronize", "cuCtxSynchronize"}
+_REPLAY = {"weightwire.replay", "weightwire.finalize"}
 
 
 def concurrency(trainer: Path, engine: Path) -> dict[str, Any]:
-    """What the trainer's GPU work (stage, write) and the engine's (replay) have in common.
+    """What the trainer's transfers (stage, write) and the engine's replay have in common.
 
-    Microseconds; waits for the whole device are counted from the first to the last of either
-    process's GPU work.
+    Transfers are what the trainer's process has on the GPU.  Replay is taken twice: the
+    engine's phases of that name, and what its process has on the GPU meanwhile, which is the
+    less of the two where the host can't launch it faster.
+
+    Returns:
+        Microseconds.  ``of_the_shorter``: how much of the shorter of the two the other one
+        ran beside.  ``of_serial``: the span, of what it would be if the two had run one after
+        the other.  Waits for the whole device are counted from the first to the last of
+        either process's GPU work.
     """
     sides = {"transfer": _events(trainer), "replay": _events(engine)}
-    spans = {
-        side: _union([(e["at"], e["at"] + e["dur"]) for e in events if e["cat"] in _GPU])
-        for side, events in sides.items()
-    }
-    if not all(spans.values()):
+    gpu = {side: _spans(events, _GPU) for side, events in sides.items()}
+    if not all(gpu.values()):
         raise RuntimeError("a trace has no GPU work: was the profiler given CUDA?")
-    begin = min(span[0][0] for span in spans.values())
-    end = max(span[-1][1] for span in spans.values())
+    begin = min(spans[0][0] for spans in gpu.values())
+    end = max(spans[-1][1] for spans in gpu.values())
     waits = {
-        side: [e["name"] for e in events if e["name"] in _WAITS and begin <= e["at"] <= end]
+        side: sum(e["name"] in _WAITS and begin <= e["at"] <= end for e in events)
         for side, events in sides.items()
     }
-    lengths = {side: _length(span) for side, span in spans.items()}
-    both = _length(_common(*spans.values()))
+    replay = _spans([e for e in sides["replay"] if e["name"] in _REPLAY], {"user_annotation"})
     return {
-        **lengths,
-        "both": both,
-        "of_the_shorter": both / min(lengths.values()),
         "span": end - begin,
-        "device_wide_waits": {side: len(found) for side, found in waits.items()},
+        "phases": _beside(gpu["transfer"], replay, end - begin),
+        "gpu": _beside(gpu["transfer"], gpu["replay"], end - begin),
+        "device_wide_waits": waits,
+    }
+
+
+def _beside(transfer: Spans, replay: Spans, span: float) -> dict[str, float]:
+    both = _length(_common(transfer, replay))
+    shorter = min(_length(transfer), _length(replay))
+    return {
+        "transfer": _length(transfer),
+        "replay": _length(replay),
+        "both": both,
+        "of_the_shorter": both / shorter if shorter else 0.0,
+        "of_serial": span / (span + both),
     }
 
 
@@ -54,9 +70,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _union(spans: Spans) -> Spans:
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
+def _spans(events: list[dict[str, Any]], kinds: Collection[str]) -> Spans:
+    """When some event of these kinds was on, in order and apart."""
+    found: Spans = []
+    for begin, end in sorted((e["at"], e["at"] + e["dur"]) for e in events if e["cat"] in kinds):
         if found and begin <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
@@ -66,10 +83,14 @@ def _union(spans: Spans) -> Spans:
 
 def _common(a: Spans, b: Spans) -> Spans:
     found = []
+    at = 0
     for begin, end in a:
-        for other_begin, other_end in b:
-            if other_begin < end and begin < other_end:
-                found.append((max(begin, other_begin), min(end, other_end)))
+        while at < len(b) and b[at][1] <= begin:
+            at += 1
+        for other_begin, other_end in b[at:]:
+            if other_begin >= end:
+                break
+            found.append((max(begin, other_begin), min(end, other_end)))
     return found
 
 

@@ -18,6 +18,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 8 << 20  # bytes: long enough to be worth a look at the list of what is left
 _THREAD = 32 << 20  # bytes that are worth another thread
 _MOST_THREADS = 8
+_ALONE = 16 << 20  # bytes from which a GPU's own copy is faster than a share of a fused kernel
 
 
 def copy_all(
@@ -34,7 +35,8 @@ def copy_all(
     is done, which costs several times the copy where another process wants the core (the
     one at the transfer's other end does).  torch's fused kernel for GPUs takes
     floating-point elements through a wider type, which makes one NaN of all NaNs, so
-    that these are copied as integers; casts are torch's own.
+    that these are copied as integers, and reaches two thirds of the device's bandwidth, so
+    that what is large is copied by itself; casts are torch's own.
 
     Args:
         into: tensors of the shapes of ``of``.
@@ -55,6 +57,9 @@ def copy_all(
             # Lazily conjugated or negated views have other bits than values.
             is_plain = not (source.is_conj() or source.is_neg())
             if to.dtype == source.dtype and integer is not None and is_plain:
+                if _is_one_span(to, source):
+                    to.copy_(source, non_blocking=non_blocking)
+                    continue
                 targets.append(to.view(integer))
                 sources.append(source.view(integer))
             elif to.dtype == source.dtype:
@@ -65,6 +70,18 @@ def copy_all(
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
     _copy_memory(plain)
+
+
+def _is_one_span(to: Tensor, source: Tensor) -> bool:
+    """Whether a GPU copies it without a kernel, and is worth being asked for it alone."""
+    return (
+        to.is_cuda
+        and to.nbytes >= _ALONE
+        and to.device == source.device
+        and to.shape == source.shape
+        and to.is_contiguous()
+        and source.is_contiguous()
+    )
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:

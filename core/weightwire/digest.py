@@ -99,6 +99,11 @@ class Digester:
         self._groups = groups
         self._sampler = Sampler(groups)
 
+    def prepare(self, group: int, verify: Verify, version: int) -> None:
+        """Before the bytes are there: what of a group's digests doesn't depend on them."""
+        if verify == "sample":
+            self._sampler.prepare(group, version)
+
     def digests(
         self, group: int, boxes: Sequence[Tensor], verify: Verify, version: int
     ) -> list[int]:

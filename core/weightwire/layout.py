@@ -9,6 +9,7 @@ row; one that needs a slice of rows finds it in one run a block.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -96,6 +97,11 @@ class Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
     borders: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, ...]:
+        """In elements, where it lies row by row."""
+        return tuple(_strides(self.shape, 1))
 
     def view(self, slot: Tensor) -> Tensor:
         """The tensor in ``slot``, a contiguous uint8 tensor.
@@ -192,19 +198,21 @@ def places_in(slot: Tensor, places: Sequence[Place]) -> list[Tensor]:
         places: none in blocks of columns.
     """
     found = []
-    typed: dict[torch.dtype, Tensor] = {}
+    typed: dict[torch.dtype, tuple[Tensor, int]] = {}
+    room = slot.numel()
     for place in places:
-        if place.begin + place.nbytes > slot.numel():
+        if place.begin + place.nbytes > room:
             raise UnsupportedOperation(
-                f"a slot of {slot.numel()} bytes is too small for a tensor that ends at byte "
+                f"a slot of {room} bytes is too small for a tensor that ends at byte "
                 f"{place.begin + place.nbytes}: a transport gives what it is asked for"
             )
-        whole = typed.get(place.dtype)
-        if whole is None:
+        if place.dtype not in typed:
             size = place.dtype.itemsize
-            whole = typed[place.dtype] = slot[: slot.numel() // size * size].view(place.dtype)
-        at = whole.storage_offset() + place.begin // place.dtype.itemsize
-        found.append(whole.as_strided(place.shape, _strides(place.shape, 1), at))
+            whole = slot[: room // size * size].view(place.dtype)
+            typed[place.dtype] = whole, int(whole.storage_offset())
+        whole, first = typed[place.dtype]
+        at = first + place.begin // place.dtype.itemsize
+        found.append(whole.as_strided(place.shape, place.strides, at))
     return found
 
 

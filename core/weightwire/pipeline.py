@@ -19,9 +19,9 @@ from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
 from weightwire.digest import Box, Digester, Verify, tensor_key
 from weightwire.errors import TableMismatch, VerificationError
-from weightwire.layout import lay_out, places_in
+from weightwire.layout import Place, lay_out, places_in
 from weightwire.parts import Fetched, PartDigests
-from weightwire.report import Phases
+from weightwire.phases import Phases
 from weightwire.staging import Scratch
 from weightwire.table import Region, TensorTable
 from weightwire.targets import WeightTarget
@@ -82,7 +82,8 @@ class FetchPlan:
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
         self._digester = Digester([self._boxes(positions) for _, positions in self._groups])
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
-        self._overlap = overlap
+        self._prepared: int | None = None  # version
+        self._laid: dict[int, tuple[list[Place], int]] = {}  # groups that arrive in a slot whole
         self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
 
     def _boxes(self, positions: Sequence[int]) -> list[Box]:
@@ -124,6 +125,11 @@ class FetchPlan:
                     memory, reused = self._memory(ahead, transport, target, capabilities)
                     transport.post(group, memory)
                 posted.append((ahead, group, memory, reused))
+            if version != self._prepared:  # while the first group is on its way
+                self._prepared = version
+                self._digester.prepare(posted[0][0], verify, version)
+                if verify != "off":
+                    target.prepare_fingerprint(version)
             turn, group, memory, reused = posted.popleft()
             keep = reused if target.keeps_buffers else frozenset()
             with phases.timed("fetch"):
@@ -153,9 +159,9 @@ class FetchPlan:
                 if landing is not None and landing.device.type in capabilities.devices:
                     memory[position] = landing
         rest = [position for position in positions if position not in memory]
-        places, nbytes = lay_out([self._parts[position] for position in rest])
         if not rest:
             return memory, frozenset()
+        places, nbytes = self._lay_out(turn, rest)
         slot = transport.slot(group, nbytes)
         reused = frozenset(rest) if slot is not None else frozenset()
         if slot is None:
@@ -163,6 +169,15 @@ class FetchPlan:
             slot = scratch.take(nbytes, fresh=target.keeps_buffers)
         memory.update(zip(rest, places_in(slot, places), strict=True))
         return memory, reused
+
+    def _lay_out(self, turn: int, positions: Sequence[int]) -> tuple[list[Place], int]:
+        known = self._laid.get(turn)
+        if known is not None and len(known[0]) == len(positions):
+            return known
+        found = lay_out([self._parts[position] for position in positions])
+        if len(positions) == len(self._groups[turn][1]):
+            self._laid[turn] = found
+        return found
 
     def _by_region(
         self, memory: Mapping[int, Tensor], copied: frozenset[int]

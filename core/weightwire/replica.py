@@ -14,8 +14,9 @@ from weightwire.errors import SessionError, TableMismatch, WeightWireError
 from weightwire.fingerprint import Fingerprint, combine_fingerprints
 from weightwire.lifecycle.acts import Commit, Fetch, Install, Prepare, Rollback
 from weightwire.parts import Fetched, compare_parts
+from weightwire.phases import Phases
 from weightwire.pipeline import FetchPlan
-from weightwire.report import Phases, Report
+from weightwire.report import Report
 from weightwire.session.agreement import Agreement
 from weightwire.session.records import Applied, RankReport, recorded, unpack
 from weightwire.session.session import Session

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["PHASES", "PhaseName", "Phases", "Report", "VersionRecord", "together"]
+__all__ = ["PHASES", "PhaseName", "Report", "VersionRecord", "together"]
 
 PhaseName = Literal[
     "offer",
@@ -38,26 +36,6 @@ finalize post-load processing, derived tensors
 commit   the outcome is agreed on and recorded
 ======== ====================================================================
 """
-
-
-class Phases:
-    """Seconds by phase; phases that didn't occur are absent."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(phase, time.perf_counter() - began)
-
-    def add(self, phase: str, seconds: float) -> None:
-        if phase not in PHASES:
-            raise ValueError(f"{phase!r} isn't in the vocabulary of phases")
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 @dataclass(frozen=True)

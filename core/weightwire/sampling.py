@@ -90,6 +90,15 @@ class Sampler:
             held += boxes
         self._latest: _Window | None = None
 
+    def prepare(self, group: int, version: int) -> None:
+        """Work out where a version of a group is looked at, if its digests were taken before.
+
+        On a GPU this is queued: for when there is time until the bytes are there.
+        """
+        window, _ = self._window_of[group]
+        if window is self._latest:
+            window.locate(version)
+
     def digests(self, group: int, boxes: Sequence[Tensor], version: int) -> list[int]:
         """``box_digest(..., verify="sample")`` of each box of a group.
 
@@ -188,6 +197,12 @@ class _Window:
             self._there = _GpuPlaces(self._boxes, run.device)
         return self._there.sums(run, first, version)
 
+    def locate(self, version: int) -> None:
+        """Where ``sample`` looks in this version, wherever the boxes lay last."""
+        for places in (self._here, self._there):
+            if places is not None:
+                places.locate(version)
+
     def forget(self) -> None:
         """Give the places back: another window follows."""
         self._here = self._there = None
@@ -247,9 +262,7 @@ class _HostPlaces:
         self._weight: U64 = self._counter
 
     def sums(self, run: _Run, first: int, version: int) -> U64:
-        if version != self._version:
-            self._locate(version)
-            self._version = version
+        self.locate(version)
         rows = first + run.rows
         low, high = np.searchsorted(self._row, (rows[0], rows[-1] + 1))
         at = self._row[low:high] - first
@@ -268,7 +281,10 @@ class _HostPlaces:
             found[position[begins]] = np.add.reduceat((bits + u64(1)) * weight, begins)
         return found
 
-    def _locate(self, version: int) -> None:
+    def locate(self, version: int) -> None:
+        if version == self._version:
+            return
+        self._version = None  # until all of it is there
         columns = self._columns
         row, index = self._all, self._counter.copy()  # small tensors are taken whole
         key = columns.keys.view(np.uint64)
@@ -288,6 +304,7 @@ class _HostPlaces:
             row, index, local = row[inside], index[inside], local[inside]
         self._row, self._local = row, local
         self._weight = scramble_array(index * u64(GAMMA) + key[row]) | u64(1)
+        self._version = version
 
 
 class _GpuPlaces:
@@ -307,9 +324,7 @@ class _GpuPlaces:
         self._local = self._weight = self._counter
 
     def sums(self, run: _Run, first: int, version: int) -> U64:
-        if version != self._version:
-            self._locate(version)
-            self._version = version
+        self.locate(version)
         low, high = first + int(run.rows[0]), first + int(run.rows[-1]) + 1
         local, weight = self._local[low:high], self._weight[low:high]
         if len(run.rows) != high - low:  # some of these rows are of another run
@@ -320,7 +335,10 @@ class _GpuPlaces:
             bits = scramble(bits)
         return ((bits + 1) * weight).sum(dim=1).cpu().numpy().view(np.uint64)
 
-    def _locate(self, version: int) -> None:
+    def locate(self, version: int) -> None:
+        if version == self._version:
+            return
+        self._version = None  # until all of it is there
         key, total = self._columns[:2]
         noise = scramble(self._counter * GAMMA + (key ^ _signed(version * MIX)))
         low = self._counter * total // SAMPLES
@@ -338,6 +356,7 @@ class _GpuPlaces:
         # What is outside looks at the box's first element, and weighs nothing.
         self._local = local.where(inside, 0)
         self._weight = scramble(index * GAMMA + key).bitwise_or_(1).where(inside, 0)
+        self._version = version
 
 
 def _signed(value: int) -> int:

@@ -21,7 +21,7 @@ from weightwire.errors import PluginError, TableMismatch
 from weightwire.exchange import Exchange, ExchangePlan, Piece
 from weightwire.layout import Place, SlotLayout, cut_out, lay_out, places_in, slot_layout
 from weightwire.materialise import CheckpointTensors
-from weightwire.report import Phases
+from weightwire.phases import Phases
 from weightwire.staging import Scratch, Stager
 from weightwire.streaming import Stream
 from weightwire.table import TensorEntry, TensorTable
@@ -76,6 +76,11 @@ class SendPlan:
         self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
         self._staged = 0  # groups, in memory of our own
         self._stager = Stager()
+
+    def prepare(self, version: int, verify: Verify) -> None:
+        """Before ``send``: what of the first group's digests doesn't depend on its bytes."""
+        if self._digester is not None and self._groups:
+            self._digester.prepare(0, verify, version)
 
     def send(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -26,9 +27,10 @@ from weightwire.lifecycle.retention import Retention
 from weightwire.lifecycle.rollout import Terms
 from weightwire.lifecycle.sender import Offering, SenderMachine, lost_readers
 from weightwire.options import SenderOptions
+from weightwire.phases import Phases
 from weightwire.placements import LocalShard
 from weightwire.plugins import registry
-from weightwire.report import Phases, Report, VersionRecord, together
+from weightwire.report import Report, VersionRecord, together
 from weightwire.session import keys, membership
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Leader, LeaseObserver, Member, Siblings
@@ -310,7 +312,7 @@ class WeightSender(Handle):
                 if self._rank == 0:
                     wave, more = self._lead(version, wait, resolved, phases, began)
                 else:
-                    wave, more = self._follow(resolved, phases, began)
+                    wave, more = self._follow(version, resolved, phases, began)
                 waves += wave
         except BaseException as error:
             self._notify("weightwire_aborted", version, phases.seconds, error=error)
@@ -376,6 +378,7 @@ class WeightSender(Handle):
             return {name: s - before.get(name, 0.0) for name, s in phases.seconds.items()}
 
         self._machine.phases = of_this_wave
+        self._machine.meanwhile = functools.partial(self._ours.prepare, version)
 
         def perform(act: Act) -> None:
             nonlocal mark
@@ -423,11 +426,12 @@ class WeightSender(Handle):
             log.warning("old versions weren't dropped: %s", error)
 
     def _follow(
-        self, resolved: Resolved, phases: Phases, began: float
+        self, version: int, resolved: Resolved, phases: Phases, began: float
     ) -> tuple[list[Report], bool]:
         reports: list[Report] = []
         try:
             with phases.timed("ready"):
+                self._ours.prepare(version)
                 payload = drive(self._agreement.hear("start"), self._watch)
             if payload != _NOBODY:
                 start = unpack(payload, Start, "rank 0")

@@ -237,7 +237,7 @@ class Resolver:
             self._seen = [] if any(local is None for _, local in looked) else seen
         else:
             values = {
-                name: local.detach()
+                name: local.detach() if local.requires_grad else local
                 for (name, _), (_, local) in zip(items, looked, strict=True)
                 if name not in spec.ties and local is not None
             }

@@ -121,6 +121,13 @@ class WeightTarget(ABC):
     def commit(self) -> None:
         """Finish the version: post-load processing, derived tensors."""
 
+    def prepare_fingerprint(self, version: int) -> None:
+        """Do what of ``fingerprint`` doesn't depend on the version's bytes.
+
+        Called after ``begin``, when there is time until the first group is here; may do
+        nothing.
+        """
+
     def fingerprint(self, version: int) -> Fingerprint | None:
         """What the target's memory holds now, to be compared with replicas laid out alike.
 
@@ -168,6 +175,7 @@ class MappingTarget(WeightTarget):
         self._untouched = (untouched,) if isinstance(untouched, str) else tuple(untouched)
         self._table: TensorTable | None = None
         self._destinations: dict[int, list[Tensor]] = {}
+        self._boxes: dict[Region, list[Tensor]] = {}
         self._landed: dict[int, Tensor] = {}
         self._places: list[tuple[object, ...]] = []
         self._program: Program | None = None
@@ -212,7 +220,7 @@ class MappingTarget(WeightTarget):
             places = destinations.setdefault(index[carrier], [])
             if not any(_same_memory(tensor, place) for place in places):
                 places.append(tensor)
-        self._table, self._destinations = table, destinations
+        self._table, self._destinations, self._boxes = table, destinations, {}
         self._places = _places(current)
         regions = [Region.whole(i, table.tensors[i]) for i in sorted(destinations)]
         return [*regions, *(self._program.regions if self._program is not None else ())]
@@ -246,7 +254,7 @@ class MappingTarget(WeightTarget):
         if region.tensor not in self._destinations:
             return None
         places = self._destinations[region.tensor]
-        first = _box_of(places[0], region)
+        first = self._boxes_of(region)[0]
         if not first.is_contiguous():
             return None
         self._written = True
@@ -260,8 +268,7 @@ class MappingTarget(WeightTarget):
             for region, value in tensors.items():
                 if self._landed.pop(id(value), None) is value:
                     continue  # it is where it belongs, and belongs nowhere else
-                for whole in self._destinations.get(region.tensor, ()):
-                    place = _box_of(whole, region)
+                for place in self._boxes_of(region):
                     if not _same_memory(place, value):
                         into.append(place)
                         of.append(value)
@@ -274,12 +281,23 @@ class MappingTarget(WeightTarget):
                 group, {r: t for r, t in tensors.items() if r.tensor not in self._destinations}
             )
 
+    def _boxes_of(self, region: Region) -> list[Tensor]:
+        """Where a region belongs."""
+        boxes = self._boxes.get(region)
+        if boxes is None:
+            places = self._destinations.get(region.tensor, ())
+            boxes = self._boxes[region] = [_box_of(place, region) for place in places]
+        return boxes
+
     def commit(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
         if self.device.type != "cpu":  # in place is what whoever uses another stream sees, too
             torch.accelerator.current_stream(self.device).synchronize()
+
+    def prepare_fingerprint(self, version: int) -> None:
+        self._fingerprinter.prepare(version)
 
     def fingerprint(self, version: int) -> Fingerprint | None:
         if self._table is None:

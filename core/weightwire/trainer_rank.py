@@ -16,7 +16,8 @@ from weightwire.errors import ConfigError, SessionError, TableMismatch, Unsuppor
 from weightwire.exchange import Exchange, ExchangePlan
 from weightwire.materialise import CheckpointTensors
 from weightwire.options import SenderOptions
-from weightwire.report import Phases, Report
+from weightwire.phases import Phases
+from weightwire.report import Report
 from weightwire.send_plan import SendPlan
 from weightwire.session.agreement import Agreement
 from weightwire.session.lease import Member
@@ -276,6 +277,11 @@ class TrainerRank:
     def done(self) -> None:
         """The version is out: from here on there is nothing to abort."""
         self._sending = False
+
+    def prepare(self, version: int) -> None:
+        """While receivers make up their minds: what can be done before they have."""
+        if self._plan is not None:
+            self._plan.prepare(version, self._options.verify)
 
     def move(
         self,

@@ -22,7 +22,7 @@ from weightwire.exchange import Exchange
 from weightwire.grouping import make_groups
 from weightwire.layout import intersection, runs, slot_layout, views
 from weightwire.memory import MemoryBackend
-from weightwire.report import Phases
+from weightwire.phases import Phases
 from weightwire.send_plan import SendPlan
 from weightwire.table import Part, Region, Shard, TensorEntry, TensorTable
 

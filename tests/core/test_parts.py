@@ -11,8 +11,8 @@ from weightwire.digest import box_digest, tensor_key
 from weightwire.errors import SessionError, VerificationError
 from weightwire.memory.plugin import MemoryBackend
 from weightwire.parts import Fetched, PartDigests, compare_parts
+from weightwire.phases import Phases
 from weightwire.pipeline import FetchPlan
-from weightwire.report import Phases
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
 from weightwire.targets import WeightTarget
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from weightwire.report import PHASES, Phases, Report
+from weightwire.phases import Phases
+from weightwire.report import PHASES, Report
 
 
 def report(**changed: object) -> Report:

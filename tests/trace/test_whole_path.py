@@ -22,9 +22,9 @@ from weightwire.deadline import Deadline, Watch
 from weightwire.exchange import Exchange
 from weightwire.layout import lay_out, runs, slot_layout
 from weightwire.memory import MemoryBackend
+from weightwire.phases import Phases
 from weightwire.pipeline import FetchPlan
 from weightwire.placements import LocalShard
-from weightwire.report import Phases
 from weightwire.routes import Served, route
 from weightwire.send_plan import SendPlan
 from weightwire.sources import MappingSource, WireRules, resolve

@@ -42,6 +42,10 @@ from weightwire.waiting import Steps, Waiting
 __all__ = ["Offering", "SenderMachine", "lost_readers"]
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Offering:
     """What ``SenderMachine.send`` is asked to do."""
@@ -67,6 +71,7 @@ class SenderMachine:
         more: after ``send``: other receivers still have to get the version, in a wave
             that calling it again begins.
         phases: asked for the seconds by phase of this wave, when its outcome is recorded.
+        meanwhile: called when an offer is out that receivers have to answer first.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class SenderMachine:
         self.last: Policy | None = None
         self.more = False
         self.phases: Callable[[], Mapping[str, float]] = dict
+        self.meanwhile: Callable[[], None] = _do_nothing
         self._last_finished = False
         self.offers_to: Callable[[str, Member], bool] | None = None
         self._rollout = Rollout()
@@ -161,6 +167,7 @@ class SenderMachine:
                 yield Transfer(offer, {})
                 self._start(policy, roster)
             else:
+                self.meanwhile()
                 readers = yield from self._gather_ready(offer, roster, offering)
                 self._start(policy, roster)
                 # Whoever gave up just before may not have seen ``started``.

@@ -173,6 +173,9 @@ class VllmTarget(WeightTarget):
     def release_buffers(self) -> None:
         self._spare.clear()
 
+    def prepare_fingerprint(self, version: int) -> None:
+        self._fingerprinter.prepare(version)
+
     def fingerprint(self, version: int) -> Fingerprint:
         """Of all parameters, as the kernels read them, and of what attention derives from them.
 
