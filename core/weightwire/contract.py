@@ -397,6 +397,14 @@ class ReceiverTransport(ABC):
             regions: exactly what ``fetch`` will be given.
         """
 
+    def landed(self, group: int) -> bool:
+        """Whether ``fetch`` of a group that was posted would return at once.
+
+        Never waits.  Core may then ``fetch`` it before it posts the next one, to look at it
+        while a GPU still writes the group before.  False is always right.
+        """
+        return False
+
     @abstractmethod
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         """Bring one group.

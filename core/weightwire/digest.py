@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -112,6 +112,21 @@ class Digester:
         Args:
             boxes: as they were described, on any devices; contiguous, unless they are sampled.
         """
+        return self.start(group, boxes, verify, version)()
+
+    def start(
+        self, group: int, boxes: Sequence[Tensor], verify: Verify, version: int
+    ) -> Callable[[], list[int]]:
+        """``digests``, as far as they can be taken without a wait: samples on one GPU are queued.
+
+        Returns:
+            What gives them; the boxes must hold their bytes until it has.
+        """
+        if verify == "sample" and len({box.device for box in boxes}) < 2:
+            return self._sampler.digests(group, boxes, version)
+        return functools.partial(self._now, group, boxes, verify, version)
+
+    def _now(self, group: int, boxes: Sequence[Tensor], verify: Verify, version: int) -> list[int]:
         if verify != "sample":
             described = zip(boxes, self._groups[group], strict=True)
             return [
@@ -125,14 +140,11 @@ class Digester:
                 )
                 for box, of in described
             ]
-        devices = {box.device for box in boxes}
-        if len(devices) < 2:
-            return self._sampler.digests(group, boxes, version)
         digests = [0] * len(boxes)  # a rank that offloads a part of its tensors
-        for device in devices:
+        for device in {box.device for box in boxes}:
             chosen = [i for i, box in enumerate(boxes) if box.device == device]
             sampler = Sampler([[self._groups[group][i] for i in chosen]])
-            found = sampler.digests(0, [boxes[i] for i in chosen], version)
+            found = sampler.digests(0, [boxes[i] for i in chosen], version)()
             for i, value in zip(chosen, found, strict=True):
                 digests[i] = value
         return digests

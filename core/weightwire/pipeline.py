@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -29,6 +29,37 @@ from weightwire.targets import WeightTarget
 __all__ = ["FetchPlan"]
 
 _MASK = (1 << 64) - 1
+
+
+class _Posted(NamedTuple):
+    """A group that is on its way.
+
+    Attributes:
+        turn: of this rank's groups.
+        memory: where each region arrives.
+        reused: those of them that lie in a slot.
+    """
+
+    turn: int
+    group: int
+    memory: dict[int, Tensor]
+    reused: frozenset[int]
+
+
+class _Arrived(NamedTuple):
+    """A group that is here, and not yet looked through; as it was posted.
+
+    Attributes:
+        seals: its owners'.
+        digests: gives those of its regions.
+    """
+
+    turn: int
+    group: int
+    memory: dict[int, Tensor]
+    reused: frozenset[int]
+    seals: Sequence[Seal]
+    digests: Callable[[], list[int]]
 
 
 class FetchPlan:
@@ -115,33 +146,57 @@ class FetchPlan:
         """
         total = 0
         parts: list[PartDigests] = []
-        posted: deque[tuple[int, int, dict[int, Tensor], frozenset[int]]] = deque()
+        posted: deque[_Posted] = deque()
+        here: _Arrived | None = None
         upcoming = iter(range(len(self._groups)))
         for _ in self._groups:
-            for ahead in itertools.islice(upcoming, len(self._scratches) - len(posted)):
+            free = len(self._scratches) - len(posted) - (here is not None)
+            for ahead in itertools.islice(upcoming, free):
                 group = self._groups[ahead][0]
                 watch.check(f"end of group {group}")
                 with phases.timed("wait"):
                     memory, reused = self._memory(ahead, transport, target, capabilities)
                     transport.post(group, memory)
-                posted.append((ahead, group, memory, reused))
+                posted.append(_Posted(ahead, group, memory, reused))
             if version != self._prepared:  # while the first group is on its way
                 self._prepared = version
-                self._digester.prepare(posted[0][0], verify, version)
+                self._digester.prepare(posted[0].turn, verify, version)
                 if verify != "off":
                     target.prepare_fingerprint(version)
-            turn, group, memory, reused = posted.popleft()
-            keep = reused if target.keeps_buffers else frozenset()
-            with phases.timed("fetch"):
-                seals = transport.fetch(group, memory)
+            if here is None:
+                here = self._arrive(posted.popleft(), transport, verify, version, phases)
             with phases.timed("verify"):
-                arrived = self._verify(turn, memory, seals, verify, version, parts)
+                arrived = self._verify(here, verify, version, parts)
                 total = (total + arrived) & _MASK
             with phases.timed("replay"):
-                target.write(group, self._by_region(memory, keep))
+                keep = here.reused if target.keeps_buffers else frozenset()
+                target.write(here.group, self._by_region(here.memory, keep))
+            here = None
+            if posted and transport.landed(posted[0].group):
+                # Its digests are queued right behind what was written, not after a wait for that:
+                # where another process shares the GPU, each wait is for its turn.
+                here = self._arrive(posted.popleft(), transport, verify, version, phases)
         with phases.timed("commit"):
             transport.finish()
         return Fetched(total, tuple(parts))
+
+    def _arrive(
+        self,
+        posted: _Posted,
+        transport: ReceiverTransport,
+        verify: Verify,
+        version: int,
+        phases: Phases,
+    ) -> _Arrived:
+        """Wait for a group, and begin to look at what came."""
+        with phases.timed("fetch"):
+            seals = transport.fetch(posted.group, posted.memory)
+        if verify == "off":
+            return _Arrived(*posted, seals, list)
+        with phases.timed("verify"):
+            held = [posted.memory[position] for position in self._groups[posted.turn][1]]
+            digests = self._digester.start(posted.turn, held, verify, version)
+        return _Arrived(*posted, seals, digests)
 
     def _memory(
         self,
@@ -190,9 +245,7 @@ class FetchPlan:
 
     def _verify(
         self,
-        turn: int,
-        memory: Mapping[int, Tensor],
-        seals: Sequence[Seal],
+        arrived: _Arrived,
         verify: Verify,
         version: int,
         parts: list[PartDigests],
@@ -205,29 +258,28 @@ class FetchPlan:
         if verify == "off":
             return 0
         expected: dict[int, int] = {}
-        for seal in seals:
+        for seal in arrived.seals:
             for i, value in seal.digests.items():
                 expected[i] = (expected.get(i, 0) + value) & _MASK
-        group, positions = self._groups[turn]
-        held = [memory[position] for position in positions]
-        arrivals = self._digester.digests(turn, held, verify, version)
+        group, positions = self._groups[arrived.turn]
+        arrivals = arrived.digests()
         regions = [self.regions[position] for position in positions]
         whole: dict[int, int] = {}
         found: dict[int, list[tuple[Region, int]]] = {}
-        for region, arrived in zip(regions, arrivals, strict=True):
+        for region, value in zip(regions, arrivals, strict=True):
             i = region.tensor
             if (group, i) in self._whole:
-                whole[i] = whole.get(i, 0) + arrived
+                whole[i] = whole.get(i, 0) + value
             else:
-                found.setdefault(i, []).append((region, arrived))
-        for i, arrived in whole.items():
-            if expected.get(i) != arrived & _MASK and self.table.tensors[i].numel:
-                self._refuse(i, version, arrived & _MASK, expected.get(i))
+                found.setdefault(i, []).append((region, value))
+        for i, value in whole.items():
+            if expected.get(i) != value & _MASK and self.table.tensors[i].numel:
+                self._refuse(i, version, value & _MASK, expected.get(i))
         for i, boxes in found.items():
             if not self.table.tensors[i].numel:
                 continue
             digests = tuple((region.offsets, region.sizes, value) for region, value in boxes)
-            sealed = {seal.owner: seal.digests[i] for seal in seals if i in seal.digests}
+            sealed = {seal.owner: seal.digests[i] for seal in arrived.seals if i in seal.digests}
             parts.append(PartDigests(group, i, digests, sealed))
         return sum(arrivals) & _MASK
 

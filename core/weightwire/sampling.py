@@ -9,8 +9,9 @@ together; of a group that has arrived only the elements are read.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,21 +100,31 @@ class Sampler:
         if window is self._latest:
             window.locate(version)
 
-    def digests(self, group: int, boxes: Sequence[Tensor], version: int) -> list[int]:
+    def digests(self, group: int, boxes: Sequence[Tensor], version: int) -> Callable[[], list[int]]:
         """``box_digest(..., verify="sample")`` of each box of a group.
 
         Args:
             boxes: as they were described; all on one device.
+
+        Returns:
+            What gives them.  On a GPU they are queued, behind what has been queued before;
+            in host memory the boxes are read when they are asked for.
         """
         window, first = self._window_of[group]
         if window is not self._latest and self._latest is not None:
             self._latest.forget()
         self._latest = window
-        found = np.zeros(len(boxes), np.uint64)
-        for run in self._groups[group].runs(boxes):
-            found[run.rows] = window.sums(run, first, version)
-        digests: list[int] = found.tolist()
-        return digests
+        runs = self._groups[group].runs(boxes)
+        sums = [(run.rows, window.sums(run, first, version)) for run in runs]
+
+        def found() -> list[int]:
+            values = np.zeros(len(boxes), np.uint64)
+            for rows, of_run in sums:
+                values[rows] = of_run()
+            digests: list[int] = values.tolist()
+            return digests
+
+        return found
 
 
 class _Run:
@@ -187,12 +198,12 @@ class _Window:
         self._here: _HostPlaces | None = None
         self._there: _GpuPlaces | None = None
 
-    def sums(self, run: _Run, first: int, version: int) -> U64:
+    def sums(self, run: _Run, first: int, version: int) -> Callable[[], U64]:
         """By box of the run, whose group begins at row ``first``."""
         if run.device.type == "cpu":
             if self._here is None:
                 self._here = _HostPlaces(self._boxes)
-            return self._here.sums(run, first, version)
+            return functools.partial(self._here.sums, run, first, version)
         if self._there is None or self._there.device != run.device:
             self._there = _GpuPlaces(self._boxes, run.device)
         return self._there.sums(run, first, version)
@@ -323,7 +334,7 @@ class _GpuPlaces:
         self._version: int | None = None
         self._local = self._weight = self._counter
 
-    def sums(self, run: _Run, first: int, version: int) -> U64:
+    def sums(self, run: _Run, first: int, version: int) -> Callable[[], U64]:
         self.locate(version)
         low, high = first + int(run.rows[0]), first + int(run.rows[-1]) + 1
         local, weight = self._local[low:high], self._weight[low:high]
@@ -333,7 +344,19 @@ class _GpuPlaces:
         bits = run.memory[run.begins_there + local].to(torch.int64)
         if run.width == 8:
             bits = scramble(bits)
-        return ((bits + 1) * weight).sum(dim=1).cpu().numpy().view(np.uint64)
+        sums = ((bits + 1) * weight).sum(dim=1)
+        if self.device.type != "cuda":
+            return lambda: sums.numpy().view(np.uint64)
+        here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        here.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+        event.record(torch.cuda.current_stream(self.device))
+
+        def found() -> U64:
+            event.synchronize()
+            return here.numpy().view(np.uint64)
+
+        return found
 
     def locate(self, version: int) -> None:
         if version == self._version:

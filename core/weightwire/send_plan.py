@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -127,8 +127,14 @@ class SendPlan:
                         exchange.move(self.table, pieces, tensors, whole)
             if not layout.places:
                 continue  # this rank only gave its shards to others
+            try:
+                with phases.timed("verify"):
+                    look = self._look(turn, layout, staged, verify, version)
+            finally:
+                with phases.timed("stage"):
+                    self._stager.wait()  # the digests are queued behind the copies
             with phases.timed("verify"):
-                digests = self._digests(turn, layout, staged, verify, version)
+                digests = look()
             is_staged = self._staged > staged_before and len(self._scratches) > 1
             if is_staged or (slot is None and self._makes(tensors, layout)):
                 with phases.timed("wait"):
@@ -201,7 +207,7 @@ class SendPlan:
                     destinations.append(to)
                     sources.append(source)
         if destinations:
-            self._stager.copy(destinations, sources)
+            self._stager.copy(destinations, sources, wait=False)
         return staged
 
     def _stage_stream(
@@ -267,16 +273,17 @@ class SendPlan:
         tensor = tensors[self.table.tensors[i].name]
         return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
 
-    def _digests(
+    def _look(
         self,
         turn: int,
         layout: SlotLayout,
         staged: Mapping[int, Tensor],
         verify: Verify,
         version: int,
-    ) -> dict[int, int]:
+    ) -> Callable[[], dict[int, int]]:
+        """Begin to take a group's digests; returns what gives them, by tensor."""
         if verify == "off":
-            return {}
+            return dict
         if self._digester is None:
             # What is sampled is read by address, in whatever order it lies there.
             one = verify == "sample"
@@ -293,11 +300,15 @@ class SendPlan:
                 boxes += [tile for _, tile in tiles]
             else:
                 boxes.append(staged[i])
-        digests = dict.fromkeys(layout.places, 0)
-        found = self._digester.digests(turn, boxes, verify, version)
-        for i, value in zip(owners, found, strict=True):
-            digests[i] = (digests[i] + value) & _MASK
-        return digests
+        looked = self._digester.start(turn, boxes, verify, version)
+
+        def found() -> dict[int, int]:
+            digests = dict.fromkeys(layout.places, 0)
+            for i, value in zip(owners, looked(), strict=True):
+                digests[i] = (digests[i] + value) & _MASK
+            return digests
+
+        return found
 
     def _boxes(self, layout: SlotLayout, *, one: bool) -> list[tuple[int, Box]]:
         """A group's boxes, each with its tensor."""

@@ -64,14 +64,19 @@ class Stager:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
+        self._queued: list[Any] = []  # events of copies that nobody waited for
         self._pinned = (Scratch(), Scratch())
 
-    def copy(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def copy(
+        self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, wait: bool = True
+    ) -> None:
         """Copy, and cast to the destinations' dtypes; returns when the bytes are there.
 
         Args:
             destinations: by position, of the shape of its source; of any device.
             sources: of any dtype, strides and device.
+            wait: if False, copies from GPU to GPU may only be queued: the destinations'
+                current streams see them, and ``wait`` returns when they are done.
         """
         routes: dict[tuple[torch.device, torch.device], list[int]] = {}
         for i, (to, source) in enumerate(zip(destinations, sources, strict=True)):
@@ -81,20 +86,30 @@ class Stager:
             for (here, there), chosen in routes.items():
                 into, of = [destinations[i] for i in chosen], [sources[i] for i in chosen]
                 if here.type == there.type == "cuda":
-                    events.append(self._on_side_stream(there, into, of))
+                    events.append((self._on_side_stream(there, into, of), there))
                 elif there.type == "cuda":
                     self._upload(there, into, of)
                 elif here.type == "cuda":
                     self._download(here, into, of)
                 else:
                     copy_all(into, of)
-            for event in events:
-                event.synchronize()
+            if not wait:
+                for event, device in events:
+                    torch.cuda.current_stream(device).wait_event(event)
+            self._queued += [event for event, _ in events]
+            if wait:
+                self.wait()
         except BaseException:
             # What takes part is held by the caller, and only until this call ends.
             for stream in self._streams.values():
                 stream.synchronize()
             raise
+
+    def wait(self) -> None:
+        """Return when everything that was queued is there."""
+        while self._queued:
+            self._queued[-1].synchronize()
+            self._queued.pop()
 
     def release(self) -> None:
         """Give the pinned memory back."""

@@ -71,7 +71,7 @@ def on_a_device(groups: list[list[Box]], tensors: list[list[torch.Tensor]], vers
     for boxes, held in zip(groups, tensors, strict=True):
         sums = np.zeros(len(boxes), np.uint64)
         for run in _Group(boxes).runs(held):
-            sums[run.rows] = places.sums(run, first, version)
+            sums[run.rows] = places.sums(run, first, version)()
         found += sums.tolist()
         first += len(boxes)
     return found

@@ -256,6 +256,10 @@ class NixlReceiver(ReceiverTransport):
                     "and its nixl backend are of different versions"
                 )
 
+    def landed(self, group: int) -> bool:
+        flight = self._flights.get(group)
+        return flight is not None and self._landed(flight)
+
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         flight = self._flights.get(group)
         if flight is None:

@@ -1,0 +1,133 @@
+"""In which order an inference rank takes groups, and that none is written unverified."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weightwire.contract import ReceiverTransport, Seal
+from weightwire.deadline import Deadline, Watch
+from weightwire.digest import box_digest, tensor_key
+from weightwire.errors import VerificationError
+from weightwire.memory.backend import MemoryBackend
+from weightwire.phases import Phases
+from weightwire.pipeline import FetchPlan
+from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
+from weightwire.targets import WeightTarget
+
+NAMES = ["a", "b", "c", "d"]
+TENSORS = [torch.arange(i, i + 6, dtype=torch.float32) for i in range(4)]
+TABLE = TensorTable(
+    world_size=1,
+    tensors=tuple(TensorEntry(name, (6,), "float32", (Shard(0, (0,), (6,)),)) for name in NAMES),
+    groups=tuple(Group((i,)) for i in range(4)),
+)
+
+
+class Scripted(ReceiverTransport):
+    """Brings a group when it is fetched; says beforehand which ones have landed."""
+
+    def __init__(self, events, landed, damaged=None):
+        self.events, self.there, self.damaged = events, landed, damaged
+
+    def set_plan(self, table, regions):
+        pass
+
+    def begin(self, offer):
+        pass
+
+    def post(self, group, regions):
+        self.events.append(("post", group))
+
+    def landed(self, group):
+        return group in self.there
+
+    def fetch(self, group, regions):
+        self.events.append(("fetch", group))
+        (memory,) = regions.values()
+        memory.copy_(TENSORS[group])
+        if group == self.damaged:
+            memory[2] += 1
+        key, shape = tensor_key(NAMES[group]), (6,)
+        sealed = box_digest(
+            TENSORS[group], key=key, shape=shape, offsets=(0,), verify="sample", version=1
+        )
+        return [Seal({group: sealed}, 0)]
+
+    def finish(self):
+        self.events.append(("finish", None))
+
+    def abort(self, error):
+        pass
+
+    def close(self):
+        pass
+
+
+class Recording(WeightTarget):
+    def __init__(self, events):
+        self.events, self.held = events, {}
+
+    def plan(self, table):
+        raise NotImplementedError
+
+    def write(self, group, tensors):
+        self.events.append(("write", group))
+        self.held[group] = next(iter(tensors.values())).clone()
+
+
+def taken(landed=(), damaged=None, overlap=True):
+    """What happened, and what the target holds."""
+    events = []
+    target = Recording(events)
+    watch = Watch()
+    watch.start(Deadline(10))
+    plan = FetchPlan(
+        TABLE, [Region.whole(i, e) for i, e in enumerate(TABLE.tensors)], overlap=overlap
+    )
+    try:
+        plan.fetch(
+            Scripted(events, landed, damaged),
+            target,
+            MemoryBackend.capabilities,
+            version=1,
+            verify="sample",
+            watch=watch,
+            phases=Phases(),
+        )
+    except VerificationError as error:
+        return events, target.held, error
+    for group, tensor in enumerate(TENSORS):
+        assert torch.equal(target.held[group], tensor)
+    return events, target.held, None
+
+
+def steps(text):
+    kinds = {"p": "post", "f": "fetch", "w": "write"}
+    return [(kinds[step[0]], int(step[1])) for step in text.split()]
+
+
+def test_without_overlap_a_group_is_written_before_the_next_is_posted():
+    events, _, _ = taken(landed=range(4), overlap=False)
+    assert events[:-1] == steps("p0 f0 w0 p1 f1 w1 p2 f2 w2 p3 f3 w3")
+
+
+def test_with_overlap_the_next_one_is_on_its_way():
+    events, _, _ = taken()
+    assert events[:-1] == steps("p0 p1 f0 w0 p2 f1 w1 p3 f2 w2 f3 w3")
+
+
+def test_a_group_that_has_landed_is_looked_at_before_more_is_posted():
+    events, _, _ = taken(landed=range(4))
+    assert events[:-1] == steps("p0 p1 f0 w0 f1 p2 w1 f2 p3 w2 f3 w3")
+    events, _, _ = taken(landed={2})
+    assert events[:-1] == steps("p0 p1 f0 w0 p2 f1 w1 f2 p3 w2 f3 w3")
+
+
+@pytest.mark.parametrize("landed", [(), range(4)], ids=["late", "landed"])
+@pytest.mark.parametrize("damaged", range(4))
+def test_what_arrived_wrong_is_never_written(landed, damaged):
+    _, held, error = taken(landed, damaged)
+    assert error is not None
+    assert f"'{NAMES[damaged]}'" in str(error)
+    assert sorted(held) == list(range(damaged))
