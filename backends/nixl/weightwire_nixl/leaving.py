@@ -31,7 +31,8 @@ def leave(
         known: the readers that it has met, by agent.
         policy: the last version.
     """
-    late = pool.late
+    # Who is written to touches nothing of it; what is written is in flight, or isn't.
+    late = {key: reader for key, reader in pool.late.items() if reader.writes is None}
     known = dict(known)
     memory: list[object] = [pool, live]  # alive as long as the agent
 

@@ -297,7 +297,7 @@ class NixlSender(SenderTransport):
             self._pool.open_all()
         # Slots keep who may still touch them: they aren't filled again before that is over.
         for delivery in list(self._deliveries):
-            if not delivery.started:
+            if not delivery.in_flight:
                 self._drop(delivery)
         for reader in self._readers.values():
             under_way = reader.writes is not None and reader.writes.in_flight
