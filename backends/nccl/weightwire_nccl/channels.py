@@ -10,7 +10,7 @@ them is posted when a version starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -28,7 +28,16 @@ from weightwire_nccl.records import HEADER_BYTES, Header
 from weightwire_nccl.staging import Staging, unpack
 from weightwire_nccl.wire import Wire, Work
 
-__all__ = ["Channel", "Owner", "Reader", "receive_plan", "seal_bound", "send_plan"]
+__all__ = [
+    "Channel",
+    "Owner",
+    "Reader",
+    "Sent",
+    "Wanted",
+    "receive_plan",
+    "seal_bound",
+    "send_plan",
+]
 
 _ASK, _FRAME, _PAYLOAD, _PLAN, _CREDIT = range(1, 6)
 _MAX_PLAN = 1 << 30
@@ -57,8 +66,49 @@ def seal_bound(tensors: int) -> int:
     return 64 + 16 * tensors
 
 
+@dataclass(eq=False)
+class Sent:
+    """A group that an owner was given.
+
+    Attributes:
+        fence: what its tensors wait for.
+        asked: who must say that it takes the group, and what takes its message; None until
+            that is posted.
+        framed: what is said to each of them.
+    """
+
+    group: int
+    tensors: Mapping[int, Tensor]
+    seal: Seal
+    fence: Callable[[], None]
+    asked: list[tuple[int, Header, Tensor, Work]] | None = None
+    framed: list[tuple[int, Work]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A group that a reader is given memory for.
+
+    Attributes:
+        memory: by region.
+        fence: what its memory waits for.
+        framed: what takes each owner's frame; None until that is posted.
+        asked: what is said to each of them.
+    """
+
+    group: int
+    memory: Mapping[int, Tensor]
+    fence: Callable[[], None]
+    framed: list[tuple[Channel, Header, Tensor, Work]] | None = None
+    asked: list[tuple[int, Work]] = field(default_factory=list)
+
+
 class _End:
-    """What both ends share: the version that they are in, and the buckets."""
+    """What both ends share: the version that they are in, and the buckets.
+
+    A group's two small messages, which say that both sides are at the same place, are
+    posted while the payload of the group before is on its way.
+    """
 
     def __init__(self, epoch: Epoch, staging: Staging, channels: Sequence[Channel]) -> None:
         self.epoch = epoch
@@ -69,6 +119,9 @@ class _End:
 
     def start(self, policy: Policy) -> None:
         self._policy = policy
+
+    def _channels_of(self, group: int) -> list[Channel]:
+        return [channel for channel in self.channels if channel.plan.of_group(group)]
 
     def _header(self, channel: Channel, group: int, seal: int = 0) -> Header:
         nbytes = sum(message.nbytes for message in channel.plan.of_group(group))
@@ -117,43 +170,55 @@ class Owner(_End):
         super().__init__(epoch, staging, channels)
         self._shards = shards
         self._seals = seals
+        self._given: list[Sent] = []
         self._credits: list[tuple[Channel, int, Tensor, Work]] = []
         self.sent_nbytes = 0
 
-    def send(
-        self, group: int, tensors: Mapping[int, Tensor], seal: Seal, fence: Callable[[], None]
-    ) -> None:
-        """Returns when every tensor may change."""
-        fence()
-        channels = [channel for channel in self.channels if channel.plan.of_group(group)]
-        if not channels:
+    def give(self, sent: Sent) -> Callable[[], None]:
+        """On the caller's thread: what the group's thread does next, in this order.
+
+        It returns when every tensor may change.
+        """
+        self._given.append(sent)
+        return partial(self._send_group, sent)
+
+    def _send_group(self, sent: Sent) -> None:
+        group = sent.group
+        sent.fence()
+        self._introduce(sent)
+        for reader, header, ask, work in sent.asked or ():
+            self.epoch.complete(work, reader)
+            self._check(header, _bytes(ask), reader)
+        channels = self._channels_of(group)
+        most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
+        for number in range(most):
+            for channel in channels:
+                messages = channel.plan.of_group(group)
+                if number < len(messages):
+                    self._send(channel, group, messages[number], sent.tensors)
+        self._given.remove(sent)
+        for other in tuple(self._given):
+            self._introduce(other)
+        self._finish_messages()
+        for reader, work in sent.framed:
+            self.epoch.complete(work, reader)
+
+    def _introduce(self, sent: Sent) -> None:
+        if sent.asked is not None:
             return
-        control = self.epoch.control
-        sealed = msgspec.msgpack.encode(seal)
+        group, control = sent.group, self.epoch.control
+        sealed = msgspec.msgpack.encode(sent.seal)
         if len(sealed) > self._seals[group]:
             raise TransferError(f"the seal of group {group} has {len(sealed)} bytes: too many")
-        asked: list[tuple[int, Header, Tensor, Work]] = []
-        framed: list[tuple[int, Work]] = []
-        for channel in channels:
+        sent.asked = []
+        for channel in self._channels_of(group):
             header = self._header(channel, group, len(sealed))
             data = _frame(HEADER_BYTES + self._seals[group], header.encode() + sealed)
             for reader in channel.readers:
                 with self.epoch.translated(reader):
                     ask = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                    asked.append((reader, header, ask, control.recv(ask, reader, _ASK)))
-                    framed.append((reader, control.send(data, reader, _FRAME)))
-        for reader, header, ask, work in asked:
-            self.epoch.complete(work, reader)
-            self._check(header, _bytes(ask), reader)
-        most = max(len(channel.plan.of_group(group)) for channel in channels)
-        for number in range(most):
-            for channel in channels:
-                messages = channel.plan.of_group(group)
-                if number < len(messages):
-                    self._send(channel, group, messages[number], tensors)
-        self._finish_messages()
-        for reader, work in framed:
-            self.epoch.complete(work, reader)
+                    sent.asked.append((reader, header, ask, control.recv(ask, reader, _ASK)))
+                    sent.framed.append((reader, control.send(data, reader, _FRAME)))
 
     def _send(
         self, channel: Channel, group: int, message: Message, tensors: Mapping[int, Tensor]
@@ -221,34 +286,49 @@ class Reader(_End):
         super().__init__(epoch, staging, channels)
         self._regions = regions
         self._seals = seals
+        self._wanted: list[Wanted] = []
 
-    def fetch(
-        self, group: int, memory: Mapping[int, Tensor], fence: Callable[[], None]
-    ) -> list[Seal]:
-        """Returns when every region of the group is filled."""
-        fence()
-        channels = [channel for channel in self.channels if channel.plan.of_group(group)]
-        control = self.epoch.control
-        framed: list[tuple[Channel, Header, Tensor, Work]] = []
-        asked: list[tuple[int, Work]] = []
-        for channel in channels:
+    def want(self, wanted: Wanted) -> Callable[[], list[Seal]]:
+        """On the caller's thread: what the group's thread does next, in this order.
+
+        It returns when every region of the group is filled.
+        """
+        self._wanted.append(wanted)
+        return partial(self._fetch_group, wanted)
+
+    def _introduce(self, wanted: Wanted) -> None:
+        if wanted.framed is not None:
+            return
+        group, control = wanted.group, self.epoch.control
+        wanted.framed = []
+        for channel in self._channels_of(group):
             header = self._header(channel, group)
             owner = channel.owner
             with self.epoch.translated(owner):
                 ask = control.send(_frame(HEADER_BYTES, header.encode()), owner, _ASK)
                 data = torch.empty(HEADER_BYTES + self._seals[owner][group], dtype=torch.uint8)
-                framed.append((channel, header, data, control.recv(data, owner, _FRAME)))
-            asked.append((owner, ask))
+                frame = control.recv(data, owner, _FRAME)
+            wanted.framed.append((channel, header, data, frame))
+            wanted.asked.append((owner, ask))
+
+    def _fetch_group(self, wanted: Wanted) -> list[Seal]:
+        group, control, asked = wanted.group, self.epoch.control, wanted.asked
+        wanted.fence()
+        self._introduce(wanted)
         seals = []
-        for channel, header, data, work in framed:
+        for channel, header, data, work in wanted.framed or ():
             self.epoch.complete(work, channel.owner)
             seals.append(self._seal(channel, header, data))
+        channels = self._channels_of(group)
         most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
         for number in range(most):
             for channel in channels:
                 messages = channel.plan.of_group(group)
                 if number < len(messages):
-                    self._receive(channel, messages[number], memory)
+                    self._receive(channel, messages[number], wanted.memory)
+        self._wanted.remove(wanted)
+        for other in tuple(self._wanted):
+            self._introduce(other)
         self._finish_messages()
         for channel in channels:
             if group == max(channel.plan.groups):

@@ -13,7 +13,7 @@ from torch import Tensor
 from weightwire.contract import Context, Offer, ReceiverTransport, Seal, decode_message
 from weightwire.errors import ConfigError, TableMismatch, TransferError
 from weightwire.table import Region, TensorTable
-from weightwire_nccl.channels import Channel, Reader, seal_bound, send_plan
+from weightwire_nccl.channels import Channel, Reader, Wanted, seal_bound, send_plan
 from weightwire_nccl.config import NcclConfig
 from weightwire_nccl.epoch import Epoch, Job
 from weightwire_nccl.meeting import machine, own_address
@@ -116,7 +116,7 @@ class NcclReceiver(ReceiverTransport):
         if epoch.device.type == "cpu":
             self._refuse_gpu(regions)
         fence = epoch.payload.fence()
-        self._posted[group] = epoch.submit(partial(end.fetch, group, regions, fence))
+        self._posted[group] = epoch.submit(end.want(Wanted(group, regions, fence)))
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         epoch, _ = self._opened()

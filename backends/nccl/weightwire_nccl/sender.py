@@ -13,7 +13,7 @@ from torch import Tensor
 from weightwire.contract import Context, Offer, Seal, SenderTransport, decode_message
 from weightwire.errors import ConfigError, TableMismatch, TransferError, WeightWireError
 from weightwire.table import TensorTable
-from weightwire_nccl.channels import Channel, Owner, receive_plan, seal_bound
+from weightwire_nccl.channels import Channel, Owner, Sent, receive_plan, seal_bound
 from weightwire_nccl.config import NcclConfig
 from weightwire_nccl.epoch import Epoch, Job
 from weightwire_nccl.meeting import Server, machine, own_address
@@ -106,7 +106,7 @@ class NcclSender(SenderTransport):
         if epoch.device.type == "cpu":
             self._refuse_gpu(tensors)
         fence = epoch.payload.fence()
-        self._under_way.append(epoch.submit(partial(end.send, group, tensors, seal, fence)))
+        self._under_way.append(epoch.submit(end.give(Sent(group, tensors, seal, fence))))
         self._await(1)
 
     def settle(self) -> None:
