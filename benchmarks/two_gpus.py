@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_checkpoint_engine
 import gpu_cycles
 import gpu_faults
 import gpu_peers
@@ -184,6 +185,7 @@ ROLES: dict[str, type[Role]] = {
     **gpu_cycles.ROLES,
     **gpu_faults.ROLES,
     **gpu_peers.ROLES,
+    **gpu_checkpoint_engine.ROLES,
 }  # fmt: skip
 
 
@@ -301,6 +303,10 @@ def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str,
             with attempt(found, f"{model}, {how}"):
                 times = gpu_peers.measure(ranks, how, repeats)
                 found[f"{model}, {how}"] = rates(times, nbytes)
+    if model == "qwen3-8b":  # it needs pinned memory of the model's size
+        with attempt(found, f"{model}, checkpoint-engine"):
+            times = gpu_checkpoint_engine.measure(devices, model, min(repeats, 5), work)
+            found[f"{model}, checkpoint-engine"] = rates(times, nbytes)
     return found
 
 
