@@ -9,6 +9,7 @@ them is posted when a version starts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,7 +104,7 @@ class Wanted:
     asked: list[tuple[int, Work]] = field(default_factory=list)
 
 
-class _End:
+class _End(ABC):
     """What both ends share: the version that they are in, and the buckets.
 
     A group's two small messages, which say that both sides are at the same place, are
@@ -138,12 +139,16 @@ class _End:
             )
         return theirs
 
+    @abstractmethod
+    def _look_ahead(self) -> None:
+        """Introduce what this end was given meanwhile."""
+
     def _finish_messages(self) -> None:
         direct, self._direct = self._direct, []
         last = {id(wire): number for number, (wire, _, _) in enumerate(direct)}
         for number, (wire, work, peers) in enumerate(direct):
             if not wire.in_order or number == last[id(wire)]:
-                self.epoch.complete(work, *peers)
+                self.epoch.complete(work, *peers, meanwhile=self._look_ahead)
         self.staging.drain()
         self.epoch.payload.flush()
 
@@ -197,11 +202,13 @@ class Owner(_End):
                 if number < len(messages):
                     self._send(channel, group, messages[number], sent.tensors)
         self._given.remove(sent)
-        for other in tuple(self._given):
-            self._introduce(other)
         self._finish_messages()
         for reader, work in sent.framed:
             self.epoch.complete(work, reader)
+
+    def _look_ahead(self) -> None:
+        for other in tuple(self._given):
+            self._introduce(other)
 
     def _introduce(self, sent: Sent) -> None:
         if sent.asked is not None:
@@ -244,7 +251,8 @@ class Owner(_End):
         if as_it_lies:
             self._direct.append((wire, work, channel.readers))
         else:
-            self.staging.when_settled(partial(self.epoch.complete, work, *channel.readers))
+            settle = partial(self.epoch.complete, work, *channel.readers)
+            self.staging.when_settled(partial(settle, meanwhile=self._look_ahead))
 
     def start(self, policy: Policy) -> None:
         """Also post what takes the credits: a reader that is done with this owner goes on to
@@ -296,6 +304,10 @@ class Reader(_End):
         self._wanted.append(wanted)
         return partial(self._fetch_group, wanted)
 
+    def _look_ahead(self) -> None:
+        for other in tuple(self._wanted):
+            self._introduce(other)
+
     def _introduce(self, wanted: Wanted) -> None:
         if wanted.framed is not None:
             return
@@ -327,8 +339,6 @@ class Reader(_End):
                 if number < len(messages):
                     self._receive(channel, messages[number], wanted.memory)
         self._wanted.remove(wanted)
-        for other in tuple(self._wanted):
-            self._introduce(other)
         self._finish_messages()
         for channel in channels:
             if group == max(channel.plan.groups):
@@ -376,7 +386,7 @@ class Reader(_End):
     def _take(
         self, work: Work, peers: tuple[int, ...], data: Tensor, boxes: Sequence[Tensor]
     ) -> None:
-        self.epoch.complete(work, *peers)
+        self.epoch.complete(work, *peers, meanwhile=self._look_ahead)
         with torch.no_grad():
             unpack(data, boxes)
 

@@ -411,8 +411,13 @@ class Epoch:
             raise BackendUnavailable("the group isn't formed")
         return self._payload
 
-    def complete(self, work: Work, *peers: int) -> None:
+    def complete(
+        self, work: Work, *peers: int, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Wait for an operation with these members.
+
+        Args:
+            meanwhile: what else can be done; it never waits.
 
         Raises:
             PeerLost: one of them is gone, or gave up; says which.
@@ -420,7 +425,7 @@ class Epoch:
         """
         self._awaited = peers
         with self.translated(*peers):
-            work.wait(self._seconds())
+            work.wait(self._seconds(), meanwhile)
 
     @contextlib.contextmanager
     def translated(self, *peers: int) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ class _GlooWork(Work):
         self._work = work
         self._tensor = tensor
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile is not None:
+            meanwhile()
         try:
             self._work.wait(datetime.timedelta(seconds=max(0.001, seconds)))
         except RuntimeError as error:

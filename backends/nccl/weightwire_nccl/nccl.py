@@ -138,14 +138,18 @@ class _NcclWork(Work):
         self._tensor = tensor
         self._aborted = aborted
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
         end = time.monotonic() + seconds
         pause = _FIRST_PAUSE
         try:
             self._work.wait()  # doesn't block: the current stream follows the operation's
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             done.record(torch.cuda.current_stream(self._tensor.device))
-            while not done.query():
+            while True:
+                if meanwhile is not None:
+                    meanwhile()
+                if done.query():
+                    break
                 if self._aborted.is_set():
                     raise WireBroken("the group was aborted")
                 if time.monotonic() > end:

@@ -23,8 +23,12 @@ class Work(ABC):
     """An operation under way.  It keeps its tensor alive."""
 
     @abstractmethod
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
         """Return when the tensor may be used again (sent), or holds what came.
+
+        Args:
+            meanwhile: called at least once before it returns, and now and then where the
+                library lets a wait be looked at.
 
         Raises:
             WireLate: after ``seconds``.
