@@ -147,7 +147,25 @@ class _Run:
         self.begins = (addresses - first) // width
         extent = int((self.begins + extents).max())
         self.memory = _memory(first, extent, width, device)
+        self._pinned: Tensor | None = None
         self.begins_there = torch.from_numpy(self.begins)[:, None].to(device)
+
+    def brought(self, sums: Tensor) -> Callable[[], U64]:
+        """What gives the sums, which are on their way from a GPU; before it is asked for others."""
+        if sums.device.type != "cuda":
+            return lambda: sums.numpy().view(np.uint64)
+        if self._pinned is None:
+            self._pinned = torch.empty(len(self.rows), dtype=torch.int64, pin_memory=True)
+        here = self._pinned
+        here.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+        event.record(torch.cuda.current_stream(self.device))
+
+        def found() -> U64:
+            event.synchronize()
+            return here.numpy().view(np.uint64).copy()
+
+        return found
 
 
 class _Group:
@@ -344,19 +362,7 @@ class _GpuPlaces:
         bits = run.memory[run.begins_there + local].to(torch.int64)
         if run.width == 8:
             bits = scramble(bits)
-        sums = ((bits + 1) * weight).sum(dim=1)
-        if self.device.type != "cuda":
-            return lambda: sums.numpy().view(np.uint64)
-        here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        here.copy_(sums, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-        event.record(torch.cuda.current_stream(self.device))
-
-        def found() -> U64:
-            event.synchronize()
-            return here.numpy().view(np.uint64)
-
-        return found
+        return run.brought(((bits + 1) * weight).sum(dim=1))
 
     def locate(self, version: int) -> None:
         if version == self._version:
