@@ -288,6 +288,25 @@ def test_a_digester_follows_its_boxes_to_other_memory():
     assert digester.digests(0, [kept], "sample", 1) == [digest(kept, verify="sample")]
 
 
+@pytest.mark.parametrize("rows", [8192, 3], ids=["all held", "some held"])
+def test_what_was_prepared_for_a_version_is_what_it_would_have_been(monkeypatch, rows):
+    monkeypatch.setattr("weightwire.sampling._ROWS", rows)
+    tensors = [random_tensor((20 + i, 30), "bfloat16", i) for i in range(6)]
+    groups = [tensors[:2], tensors[2:4], tensors[4:]]
+    keys = {id(tensor): tensor_key(f"w{i}") for i, tensor in enumerate(tensors)}
+    digester = Digester([[described(t, keys[id(t)]) for t in group] for group in groups])
+    for version in (1, 2, 2, 5):
+        digester.prepare(0, "sample", version)
+        digester.prepare(2, "sample", version + 1)  # for a version that doesn't come
+        pending = [
+            digester.start(number, group, "sample", version) for number, group in enumerate(groups)
+        ]
+        assert [give() for give in pending] == [
+            [digest(t, key=keys[id(t)], verify="sample", version=version) for t in group]
+            for group in groups
+        ]
+
+
 def test_more_groups_than_places_are_held_for_are_digested_one_after_the_other(monkeypatch):
     monkeypatch.setattr("weightwire.sampling._ROWS", 3)
     tensors = [random_tensor((20 + i, 30), "bfloat16", i) for i in range(7)]

@@ -214,8 +214,10 @@ class Session:
         with self.silence.asked():
             self.store.ring(bell)
 
-    def bell(self, bell: Bell) -> Callable[[], int]:
-        """For ``Waiting``: how often that side has rung."""
+    def bell(self, bell: Bell) -> Callable[[], int] | None:
+        """For ``Waiting``: how often that side has rung, where the store counts it."""
+        if not self.store.counts_rings:
+            return None
 
         def rings() -> int:
             with self.silence.asked():

@@ -27,6 +27,9 @@ class SessionStore(ABC):
     outlives_members: bool = True
     """If False, the store goes with the member that serves it: whoever waits for an offer
     waits for the store to come back, and joins the new session there."""
+    counts_rings: bool = False
+    """Whether ``rings`` answers, and several times as cheaply as the looks at records that it
+    saves: those who wait ask for it between two looks."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
@@ -69,11 +72,7 @@ class SessionStore(ABC):
         """
 
     def rings(self, bell: str) -> int:
-        """How often ``ring`` was called by anybody.
-
-        For stores that answer this several times as cheaply as the looks at records that it
-        saves: those who wait ask for it between two looks.  0 where it isn't counted.
-        """
+        """How often ``ring`` was called by anybody.  Asked for where ``counts_rings``."""
         return 0
 
     @abstractmethod
@@ -90,6 +89,7 @@ class PartOfStore(SessionStore):
         self.url = f"{whole.url}/{below}"
         self.directory = whole.directory / below if whole.directory is not None else None
         self.outlives_members = whole.outlives_members
+        self.counts_rings = whole.counts_rings
 
     def _key(self, key: str) -> str:
         return f"{self._below}/{key}"

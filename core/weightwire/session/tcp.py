@@ -58,6 +58,7 @@ class TcpStore(SessionStore):
     """A client of the store at ``host:port``, and its server where ``serve`` is set."""
 
     outlives_members = False
+    counts_rings = True
 
     def __init__(self, host: str, port: int, path: str, *, serve: bool, deadline: Deadline) -> None:
         self._host, self._port, self._path = host, port, path
