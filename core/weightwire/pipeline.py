@@ -47,17 +47,14 @@ class _Posted(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """A group that is here, and not yet looked through; as it was posted.
+    """A group that is here, and not yet looked through.
 
     Attributes:
         seals: its owners'.
         digests: gives those of its regions.
     """
 
-    turn: int
-    group: int
-    memory: dict[int, Tensor]
-    reused: frozenset[int]
+    posted: _Posted
     seals: Sequence[Seal]
     digests: Callable[[], list[int]]
 
@@ -113,7 +110,6 @@ class FetchPlan:
         self._parts = [(table.tensors[r.tensor].torch_dtype, r.sizes) for r in self.regions]
         self._digester = Digester([self._boxes(positions) for _, positions in self._groups])
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._parts)
-        self._prepared: int | None = None  # version
         self._laid: dict[int, tuple[list[Place], int]] = {}  # groups that arrive in a slot whole
         self._scratches = [Scratch() for _ in range(2 if overlap else 1)]
 
@@ -148,6 +144,7 @@ class FetchPlan:
         parts: list[PartDigests] = []
         posted: deque[_Posted] = deque()
         here: _Arrived | None = None
+        prepared = False
         upcoming = iter(range(len(self._groups)))
         for _ in self._groups:
             free = len(self._scratches) - len(posted) - (here is not None)
@@ -158,21 +155,24 @@ class FetchPlan:
                     memory, reused = self._memory(ahead, transport, target, capabilities)
                     transport.post(group, memory)
                 posted.append(_Posted(ahead, group, memory, reused))
-            if version != self._prepared:  # while the first group is on its way
-                self._prepared = version
-                self._digester.prepare(posted[0].turn, verify, version)
-                if verify != "off":
+            if not prepared and verify != "off":  # while the first group is on its way
+                with phases.timed("verify"):
+                    self._digester.prepare(posted[0].turn, verify, version)
                     target.prepare_fingerprint(version)
+                prepared = True
             if here is None:
                 here = self._arrive(posted.popleft(), transport, verify, version, phases)
             with phases.timed("verify"):
                 arrived = self._verify(here, verify, version, parts)
                 total = (total + arrived) & _MASK
             with phases.timed("replay"):
-                keep = here.reused if target.keeps_buffers else frozenset()
-                target.write(here.group, self._by_region(here.memory, keep))
+                _, group, memory, reused = here.posted
+                keep = reused if target.keeps_buffers else frozenset()
+                target.write(group, self._by_region(memory, keep))
             here = None
-            if posted and transport.landed(posted[0].group):
+            with phases.timed("fetch"):
+                landed = bool(posted) and transport.landed(posted[0].group)
+            if landed:
                 # Its digests are queued right behind what was written, not after a wait for that:
                 # where another process shares the GPU, each wait is for its turn.
                 here = self._arrive(posted.popleft(), transport, verify, version, phases)
@@ -192,11 +192,11 @@ class FetchPlan:
         with phases.timed("fetch"):
             seals = transport.fetch(posted.group, posted.memory)
         if verify == "off":
-            return _Arrived(*posted, seals, list)
+            return _Arrived(posted, seals, list)
         with phases.timed("verify"):
             held = [posted.memory[position] for position in self._groups[posted.turn][1]]
             digests = self._digester.start(posted.turn, held, verify, version)
-        return _Arrived(*posted, seals, digests)
+        return _Arrived(posted, seals, digests)
 
     def _memory(
         self,
@@ -261,7 +261,7 @@ class FetchPlan:
         for seal in arrived.seals:
             for i, value in seal.digests.items():
                 expected[i] = (expected.get(i, 0) + value) & _MASK
-        group, positions = self._groups[arrived.turn]
+        group, positions = self._groups[arrived.posted.turn]
         arrivals = arrived.digests()
         regions = [self.regions[position] for position in positions]
         whole: dict[int, int] = {}

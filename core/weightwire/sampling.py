@@ -92,9 +92,10 @@ class Sampler:
         self._latest: _Window | None = None
 
     def prepare(self, group: int, version: int) -> None:
-        """Work out where a version of a group is looked at, if its digests were taken before.
+        """Work out where a version of a group is looked at, if its places are still held.
 
-        On a GPU this is queued: for when there is time until the bytes are there.
+        They are where all boxes' fit: up to ``_ROWS`` boxes.  On a GPU this is queued: for when
+        there is time until the bytes are there.
         """
         window, _ = self._window_of[group]
         if window is self._latest:
@@ -148,12 +149,17 @@ class _Run:
         extent = int((self.begins + extents).max())
         self.memory = _memory(first, extent, width, device)
         self._pinned: Tensor | None = None
+        # Worked out here, since a copy from pageable memory waits for what is queued.
+        self.rows_there = torch.from_numpy(rows - rows[0]).to(device)
         self.begins_there = torch.from_numpy(self.begins)[:, None].to(device)
 
     def brought(self, sums: Tensor) -> Callable[[], U64]:
-        """What gives the sums, which are on their way from a GPU; before it is asked for others."""
+        """What gives sums that a GPU still works out.
+
+        To be called before the run is digested again: there is one pinned buffer.
+        """
         if sums.device.type != "cuda":
-            return lambda: sums.numpy().view(np.uint64)
+            return lambda: sums.cpu().numpy().view(np.uint64)
         if self._pinned is None:
             self._pinned = torch.empty(len(self.rows), dtype=torch.int64, pin_memory=True)
         here = self._pinned
@@ -357,8 +363,7 @@ class _GpuPlaces:
         low, high = first + int(run.rows[0]), first + int(run.rows[-1]) + 1
         local, weight = self._local[low:high], self._weight[low:high]
         if len(run.rows) != high - low:  # some of these rows are of another run
-            chosen = torch.from_numpy(run.rows + (first - low)).to(self.device)
-            local, weight = local[chosen], weight[chosen]
+            local, weight = local[run.rows_there], weight[run.rows_there]
         bits = run.memory[run.begins_there + local].to(torch.int64)
         if run.width == 8:
             bits = scramble(bits)

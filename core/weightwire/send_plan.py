@@ -111,28 +111,32 @@ class SendPlan:
             with phases.timed("wait"):
                 slot = transport.slot(group, layout.nbytes) if layout.places else None
             staged_before = self._staged
-            with phases.timed("stage"), torch.no_grad():
-                if isinstance(tensors, Stream):
-                    on_device = tensors.device.type in capabilities.devices
-                    device = tensors.device if on_device else _CPU
-                    if slot is None and layout.places:
-                        self._next_scratch(transport)
-                    places, memory = self._memory(layout, list(layout.places), slot, device)
-                    staged = self._stage_stream(group, layout, tensors, places, memory)
-                else:
-                    assembled = {p.tensor for p in pieces} & layout.places.keys()
-                    staged = self._stage(layout, assembled, tensors, slot, transport, capabilities)
-                    if pieces:
-                        whole = {i: staged[i] for i in assembled}
-                        exchange.move(self.table, pieces, tensors, whole)
-            if not layout.places:
-                continue  # this rank only gave its shards to others
             try:
+                with phases.timed("stage"), torch.no_grad():
+                    if isinstance(tensors, Stream):
+                        on_device = tensors.device.type in capabilities.devices
+                        device = tensors.device if on_device else _CPU
+                        if slot is None and layout.places:
+                            self._next_scratch(transport)
+                        places, memory = self._memory(layout, list(layout.places), slot, device)
+                        staged = self._stage_stream(group, layout, tensors, places, memory)
+                    else:
+                        assembled = {p.tensor for p in pieces} & layout.places.keys()
+                        staged = self._stage(
+                            layout, assembled, tensors, slot, transport, capabilities
+                        )
+                        if pieces:
+                            whole = {i: staged[i] for i in assembled}
+                            exchange.move(self.table, pieces, tensors, whole)
+                if not layout.places:
+                    continue  # this rank only gave its shards to others
                 with phases.timed("verify"):
                     look = self._look(turn, layout, staged, verify, version)
-            finally:
-                with phases.timed("stage"):
-                    self._stager.wait()  # the digests are queued behind the copies
+            except BaseException:
+                self._stager.wait()  # what is queued reads tensors that may change from here on
+                raise
+            with phases.timed("stage"):
+                self._stager.wait()  # the digests are queued behind the copies
             with phases.timed("verify"):
                 digests = look()
             is_staged = self._staged > staged_before and len(self._scratches) > 1

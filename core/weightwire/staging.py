@@ -75,8 +75,8 @@ class Stager:
         Args:
             destinations: by position, of the shape of its source; of any device.
             sources: of any dtype, strides and device.
-            wait: if False, copies from GPU to GPU may only be queued: the destinations'
-                current streams see them, and ``wait`` returns when they are done.
+            wait: if False, copies from GPU to GPU may only be queued: both sides' current
+                streams come after them, and ``wait`` returns when they are done.
         """
         routes: dict[tuple[torch.device, torch.device], list[int]] = {}
         for i, (to, source) in enumerate(zip(destinations, sources, strict=True)):
@@ -86,7 +86,7 @@ class Stager:
             for (here, there), chosen in routes.items():
                 into, of = [destinations[i] for i in chosen], [sources[i] for i in chosen]
                 if here.type == there.type == "cuda":
-                    events.append((self._on_side_stream(there, into, of), there))
+                    events.append((self._on_side_stream(there, into, of), (here, there)))
                 elif there.type == "cuda":
                     self._upload(there, into, of)
                 elif here.type == "cuda":
@@ -94,13 +94,15 @@ class Stager:
                 else:
                     copy_all(into, of)
             if not wait:
-                for event, device in events:
-                    torch.cuda.current_stream(device).wait_event(event)
+                # Neither what was copied nor where to may be given out again before.
+                for event, (here, there) in events:
+                    for device in {here, there}:
+                        torch.cuda.current_stream(device).wait_event(event)
             self._queued += [event for event, _ in events]
             if wait:
                 self.wait()
         except BaseException:
-            # What takes part is held by the caller, and only until this call ends.
+            # What takes part is held by the caller, and not beyond this call.
             for stream in self._streams.values():
                 stream.synchronize()
             raise

@@ -124,8 +124,8 @@ class WeightTarget(ABC):
     def prepare_fingerprint(self, version: int) -> None:
         """Do what of ``fingerprint`` doesn't depend on the version's bytes.
 
-        Called after ``begin``, when there is time until the first group is here; may do
-        nothing.
+        May be called after ``begin``, while the first group is on its way; ``fingerprint`` must
+        be right without.
         """
 
     def fingerprint(self, version: int) -> Fingerprint | None:

@@ -250,6 +250,9 @@ class SteppedReceiver(ReceiverTransport):
         reach("receiver.post")
         self._inner.post(group, regions)
 
+    def landed(self, group: int) -> bool:
+        return self._inner.landed(group)
+
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         reach("receiver.fetch")
         seals = self._inner.fetch(group, regions)

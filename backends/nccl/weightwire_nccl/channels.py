@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -104,7 +105,10 @@ class Wanted:
     asked: list[tuple[int, Work]] = field(default_factory=list)
 
 
-class _End(ABC):
+Given = TypeVar("Given", Sent, Wanted)
+
+
+class _End(ABC, Generic[Given]):
     """What both ends share: the version that they are in, and the buckets.
 
     A group's two small messages, which say that both sides are at the same place, are
@@ -116,6 +120,7 @@ class _End(ABC):
         self.channels = tuple(channels)
         self.staging = staging
         self._policy = Policy(0, 0)
+        self._given: list[Given] = []
         self._direct: list[tuple[Wire, Work, tuple[int, ...]]] = []
 
     def start(self, policy: Policy) -> None:
@@ -140,8 +145,13 @@ class _End(ABC):
         return theirs
 
     @abstractmethod
+    def _introduce(self, given: Given) -> None:
+        """Post a group's small messages, unless they are."""
+
     def _look_ahead(self) -> None:
         """Introduce what this end was given meanwhile."""
+        for given in tuple(self._given):
+            self._introduce(given)
 
     def _finish_messages(self) -> None:
         direct, self._direct = self._direct, []
@@ -153,7 +163,7 @@ class _End(ABC):
         self.epoch.payload.flush()
 
 
-class Owner(_End):
+class Owner(_End[Sent]):
     """A trainer rank's end of its channels.
 
     Args:
@@ -175,7 +185,6 @@ class Owner(_End):
         super().__init__(epoch, staging, channels)
         self._shards = shards
         self._seals = seals
-        self._given: list[Sent] = []
         self._credits: list[tuple[Channel, int, Tensor, Work]] = []
         self.sent_nbytes = 0
 
@@ -205,10 +214,6 @@ class Owner(_End):
         self._finish_messages()
         for reader, work in sent.framed:
             self.epoch.complete(work, reader)
-
-    def _look_ahead(self) -> None:
-        for other in tuple(self._given):
-            self._introduce(other)
 
     def _introduce(self, sent: Sent) -> None:
         if sent.asked is not None:
@@ -275,7 +280,7 @@ class Owner(_End):
         self._credits = []
 
 
-class Reader(_End):
+class Reader(_End[Wanted]):
     """An inference rank's end of its channels.
 
     Args:
@@ -294,19 +299,14 @@ class Reader(_End):
         super().__init__(epoch, staging, channels)
         self._regions = regions
         self._seals = seals
-        self._wanted: list[Wanted] = []
 
     def want(self, wanted: Wanted) -> Callable[[], list[Seal]]:
         """On the caller's thread: what the group's thread does next, in this order.
 
         It returns when every region of the group is filled.
         """
-        self._wanted.append(wanted)
+        self._given.append(wanted)
         return partial(self._fetch_group, wanted)
-
-    def _look_ahead(self) -> None:
-        for other in tuple(self._wanted):
-            self._introduce(other)
 
     def _introduce(self, wanted: Wanted) -> None:
         if wanted.framed is not None:
@@ -338,7 +338,7 @@ class Reader(_End):
                 messages = channel.plan.of_group(group)
                 if number < len(messages):
                     self._receive(channel, messages[number], wanted.memory)
-        self._wanted.remove(wanted)
+        self._given.remove(wanted)
         self._finish_messages()
         for channel in channels:
             if group == max(channel.plan.groups):

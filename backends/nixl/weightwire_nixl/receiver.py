@@ -227,7 +227,7 @@ class NixlReceiver(ReceiverTransport):
             self._flights[group] = _Flight(parts)
         # What is pushed needs a grant of this rank and no more of it: a thread that looks for
         # news would only take turns with the one that replays.
-        if self._context.overlap and any(part.in_turn for part in parts):
+        if self._context.overlap and _moves_on(parts):
             if self._progress is None:
                 self._progress = Progress(self._step)
             self._progress.wake()
@@ -276,10 +276,11 @@ class NixlReceiver(ReceiverTransport):
         return [decode_message(part.seal, Seal, part.owner.who) for part in flight.parts]
 
     def _landed(self, flight: _Flight) -> bool:
-        if self._progress is None:
-            self._advance()
-        elif not all(part.landed for part in flight.parts):
-            self._progress.check()
+        if not all(part.landed for part in flight.parts):
+            if self._progress is not None:
+                self._progress.check()
+            if self._progress is None or not _moves_on(flight.parts):
+                self._advance()
         for part in flight.parts:
             if not part.landed and (part.owner.rank in self._aborted or part.owner.said_bye):
                 raise PeerLost(f"{part.owner.who} gave up {self._policy}: its own error says why")
@@ -443,6 +444,11 @@ class NixlReceiver(ReceiverTransport):
         self._owners, self._by_agent, self._flights = {}, {}, {}
         self._table_digest, self._regions = "", ()
         del self._slots, self._words
+
+
+def _moves_on(parts: Sequence[Pull | Push]) -> bool:
+    """Whether some of a group's parts take steps of this rank's once they are posted."""
+    return any(part.in_turn for part in parts)
 
 
 def _say_bye(agent: Agent, owners: Iterable[Owner], policy: Policy) -> None:

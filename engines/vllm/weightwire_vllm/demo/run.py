@@ -108,6 +108,7 @@ def _run(options: DemoOptions, workdir: Path, console: Console) -> dict[str, Any
                 timeout=120,
             )
         )
+        console.print(f"[dim]session {session}, which `weightwire inspect` shows meanwhile[/]")
         random_ids = random.Random(options.seed)  # noqa: S311 - prompts, not secrets
         for number in range(1, options.steps + 1):
             prompts = [
