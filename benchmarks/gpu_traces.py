@@ -19,8 +19,8 @@ def concurrency(trainer: Path, engine: Path) -> dict[str, Any]:
     """What the trainer's transfers (stage, write) and the engine's replay have in common.
 
     Transfers are what the trainer's process has on the GPU.  Replay is taken twice: the
-    engine's phases of that name, and what its process has on the GPU meanwhile, which is the
-    less of the two where the host can't launch it faster.
+    engine's phases ``replay`` and ``finalize``, and what its process has on the GPU meanwhile,
+    which is the less of the two where the host can't launch it faster.
 
     Returns:
         Microseconds.  ``of_the_shorter``: how much of the shorter of the two the other one
