@@ -22,7 +22,7 @@ demo: setup
 	$(ENV) $(BIN)/weightwire demo
 
 test: setup
-	$(TEST_ENV) $(BIN)/pytest -m "not soak" --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TEST_ENV) $(BIN)/pytest -m "not soak" --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup
 	$(ENV) $(BIN)/python scripts/soak.py $(ARGS)

@@ -28,7 +28,7 @@ from weightwire_vllm.watch.voice import Voice
 __all__ = ["WatchOptions", "Watcher"]
 
 _MOST_REST = 10.0
-_RESTORE_SECONDS = 5.0
+_RESTORE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
