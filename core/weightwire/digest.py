@@ -123,7 +123,7 @@ class Digester:
             What gives them; the boxes must hold their bytes until it has.
         """
         if verify == "sample" and len({box.device for box in boxes}) < 2:
-            return self._sampler.digests(group, boxes, version)
+            return self._sampler.start(group, boxes, version)
         return functools.partial(self._now, group, boxes, verify, version)
 
     def _now(self, group: int, boxes: Sequence[Tensor], verify: Verify, version: int) -> list[int]:
@@ -144,7 +144,7 @@ class Digester:
         for device in {box.device for box in boxes}:
             chosen = [i for i, box in enumerate(boxes) if box.device == device]
             sampler = Sampler([[self._groups[group][i] for i in chosen]])
-            found = sampler.digests(0, [boxes[i] for i in chosen], version)()
+            found = sampler.start(0, [boxes[i] for i in chosen], version)()
             for i, value in zip(chosen, found, strict=True):
                 digests[i] = value
         return digests

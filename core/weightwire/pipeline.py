@@ -191,8 +191,6 @@ class FetchPlan:
         """Wait for a group, and begin to look at what came."""
         with phases.timed("fetch"):
             seals = transport.fetch(posted.group, posted.memory)
-        if verify == "off":
-            return _Arrived(posted, seals, list)
         with phases.timed("verify"):
             held = [posted.memory[position] for position in self._groups[posted.turn][1]]
             digests = self._digester.start(posted.turn, held, verify, version)
@@ -226,13 +224,12 @@ class FetchPlan:
         return memory, reused
 
     def _lay_out(self, turn: int, positions: Sequence[int]) -> tuple[list[Place], int]:
-        known = self._laid.get(turn)
-        if known is not None and len(known[0]) == len(positions):
-            return known
-        found = lay_out([self._parts[position] for position in positions])
-        if len(positions) == len(self._groups[turn][1]):
-            self._laid[turn] = found
-        return found
+        parts = [self._parts[position] for position in positions]
+        if len(positions) < len(self._groups[turn][1]):
+            return lay_out(parts)
+        if turn not in self._laid:
+            self._laid[turn] = lay_out(parts)
+        return self._laid[turn]
 
     def _by_region(
         self, memory: Mapping[int, Tensor], copied: frozenset[int]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Sampler:
         if window is self._latest:
             window.locate(version)
 
-    def digests(self, group: int, boxes: Sequence[Tensor], version: int) -> Callable[[], list[int]]:
+    def start(self, group: int, boxes: Sequence[Tensor], version: int) -> Callable[[], list[int]]:
         """``box_digest(..., verify="sample")`` of each box of a group.
 
         Args:
@@ -156,7 +157,8 @@ class _Run:
     def brought(self, sums: Tensor) -> Callable[[], U64]:
         """What gives sums that a GPU still works out.
 
-        To be called before the run is digested again: there is one pinned buffer.
+        To be called, and its result read, before the run is digested again: there is one
+        pinned buffer.
         """
         if sums.device.type != "cuda":
             return lambda: sums.cpu().numpy().view(np.uint64)
@@ -169,7 +171,7 @@ class _Run:
 
         def found() -> U64:
             event.synchronize()
-            return here.numpy().view(np.uint64).copy()
+            return here.numpy().view(np.uint64)
 
         return found
 
@@ -281,7 +283,22 @@ def _padded(points: Sequence[tuple[int, ...]], filler: int) -> I64:
     return np.array(rows, np.int64).reshape(len(points), most)
 
 
-class _HostPlaces:
+class _Places(ABC):
+    """Where to look in each box, and what each place weighs, for one version at a time."""
+
+    _version: int | None = None
+
+    def locate(self, version: int) -> None:
+        if version != self._version:
+            self._version = None  # until all of it is there
+            self._locate(version)
+            self._version = version
+
+    @abstractmethod
+    def _locate(self, version: int) -> None: ...
+
+
+class _HostPlaces(_Places):
     """In host memory: in numpy, because torch would wake its threads for each small pass."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -291,7 +308,6 @@ class _HostPlaces:
         counter = np.arange(len(self._all)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._counter = counter.astype(np.uint64)
         self._large = np.flatnonzero((self._columns.totals > SAMPLES)[self._all])
-        self._version: int | None = None
         self._row = self._all
         self._local: I64 = counter
         self._weight: U64 = self._counter
@@ -316,10 +332,7 @@ class _HostPlaces:
             found[position[begins]] = np.add.reduceat((bits + u64(1)) * weight, begins)
         return found
 
-    def locate(self, version: int) -> None:
-        if version == self._version:
-            return
-        self._version = None  # until all of it is there
+    def _locate(self, version: int) -> None:
         columns = self._columns
         row, index = self._all, self._counter.copy()  # small tensors are taken whole
         key = columns.keys.view(np.uint64)
@@ -339,10 +352,9 @@ class _HostPlaces:
             row, index, local = row[inside], index[inside], local[inside]
         self._row, self._local = row, local
         self._weight = scramble_array(index * u64(GAMMA) + key[row]) | u64(1)
-        self._version = version
 
 
-class _GpuPlaces:
+class _GpuPlaces(_Places):
     """On one GPU; what host memory needs isn't: it runs there too, for tests."""
 
     def __init__(self, boxes: Sequence[Box], device: torch.device) -> None:
@@ -355,7 +367,6 @@ class _GpuPlaces:
             rows.append(columns.strides[:, dim])
         self._columns = torch.from_numpy(np.stack(rows)[:, :, None]).to(device)
         self._counter = torch.arange(SAMPLES, device=device)[None, :]
-        self._version: int | None = None
         self._local = self._weight = self._counter
 
     def sums(self, run: _Run, first: int, version: int) -> Callable[[], U64]:
@@ -369,10 +380,7 @@ class _GpuPlaces:
             bits = scramble(bits)
         return run.brought(((bits + 1) * weight).sum(dim=1))
 
-    def locate(self, version: int) -> None:
-        if version == self._version:
-            return
-        self._version = None  # until all of it is there
+    def _locate(self, version: int) -> None:
         key, total = self._columns[:2]
         noise = scramble(self._counter * GAMMA + (key ^ _signed(version * MIX)))
         low = self._counter * total // SAMPLES
@@ -390,7 +398,6 @@ class _GpuPlaces:
         # What is outside looks at the box's first element, and weighs nothing.
         self._local = local.where(inside, 0)
         self._weight = scramble(index * GAMMA + key).bitwise_or_(1).where(inside, 0)
-        self._version = version
 
 
 def _signed(value: int) -> int:

@@ -113,21 +113,9 @@ class SendPlan:
             staged_before = self._staged
             try:
                 with phases.timed("stage"), torch.no_grad():
-                    if isinstance(tensors, Stream):
-                        on_device = tensors.device.type in capabilities.devices
-                        device = tensors.device if on_device else _CPU
-                        if slot is None and layout.places:
-                            self._next_scratch(transport)
-                        places, memory = self._memory(layout, list(layout.places), slot, device)
-                        staged = self._stage_stream(group, layout, tensors, places, memory)
-                    else:
-                        assembled = {p.tensor for p in pieces} & layout.places.keys()
-                        staged = self._stage(
-                            layout, assembled, tensors, slot, transport, capabilities
-                        )
-                        if pieces:
-                            whole = {i: staged[i] for i in assembled}
-                            exchange.move(self.table, pieces, tensors, whole)
+                    staged = self._stage_group(
+                        group, layout, pieces, tensors, slot, transport, capabilities, exchange
+                    )
                 if not layout.places:
                     continue  # this rank only gave its shards to others
                 with phases.timed("verify"):
@@ -160,6 +148,32 @@ class SendPlan:
         return isinstance(tensors, CheckpointTensors) and any(
             tensors.makes(self.table.tensors[i].name) for i in layout.places
         )
+
+    def _stage_group(
+        self,
+        group: int,
+        layout: SlotLayout,
+        pieces: Sequence[Piece],
+        tensors: CheckpointTensors | Stream,
+        slot: Tensor | None,
+        transport: SenderTransport,
+        capabilities: Capabilities,
+        exchange: Exchange,
+    ) -> dict[int, Tensor]:
+        """A group's tensors where they are sent from; copies between GPUs may only be queued."""
+        if isinstance(tensors, Stream):
+            on_device = tensors.device.type in capabilities.devices
+            device = tensors.device if on_device else _CPU
+            if slot is None and layout.places:
+                self._next_scratch(transport)
+            places, memory = self._memory(layout, list(layout.places), slot, device)
+            return self._stage_stream(group, layout, tensors, places, memory)
+        assembled = {p.tensor for p in pieces} & layout.places.keys()
+        staged = self._stage(layout, assembled, tensors, slot, transport, capabilities)
+        if pieces:
+            whole = {i: staged[i] for i in assembled}
+            exchange.move(self.table, pieces, tensors, whole)
+        return staged
 
     def _stage(
         self,

@@ -251,16 +251,13 @@ class MappingTarget(WeightTarget):
         return self._program is None  # a replay plans its own
 
     def landing(self, region: Region) -> Tensor | None:
-        if region.tensor not in self._destinations:
-            return None
-        places = self._destinations[region.tensor]
-        first = self._boxes_of(region)[0]
-        if not first.is_contiguous():
+        boxes = self._boxes_of(region)
+        if not boxes or not boxes[0].is_contiguous():
             return None
         self._written = True
-        if len(places) == 1:
-            self._landed[id(first)] = first
-        return first
+        if len(boxes) == 1:
+            self._landed[id(boxes[0])] = boxes[0]
+        return boxes[0]
 
     def write(self, group: int, tensors: Mapping[Region, Tensor]) -> None:
         into, of = [], []

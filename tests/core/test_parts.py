@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fetching import BareTarget, BareTransport, fetch
 
-from weightwire.contract import ReceiverTransport, Seal
-from weightwire.deadline import Deadline, Watch
+from weightwire.contract import Seal
 from weightwire.digest import box_digest, tensor_key
 from weightwire.errors import SessionError, VerificationError
-from weightwire.memory.plugin import MemoryBackend
 from weightwire.parts import Fetched, PartDigests, compare_parts
-from weightwire.phases import Phases
 from weightwire.pipeline import FetchPlan
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
-from weightwire.targets import WeightTarget
 
 W = torch.randn(8, 4)
 
@@ -83,17 +80,11 @@ def test_malformed_reports_are_refused():
         Fetched.decode(b"\x93")
 
 
-class Copying(ReceiverTransport):
+class Copying(BareTransport):
     """Two owners of ``W``, in this process; one element may be damaged on the way."""
 
     def __init__(self, damaged=None):
         self.damaged = damaged
-
-    def set_plan(self, table, regions):
-        self.regions = regions
-
-    def begin(self, offer):
-        pass
 
     def fetch(self, group, regions):
         sent = W.clone()
@@ -109,24 +100,9 @@ class Copying(ReceiverTransport):
             owners |= {at // 4 for at in range(row, row + rows)}
         return [Seal({0: digest(W[o * 4 : o * 4 + 4], (o * 4, 0))}, o) for o in owners]
 
-    def finish(self):
-        pass
 
-    def abort(self, error):
-        pass
-
-    def close(self):
-        pass
-
-
-class Keeping(WeightTarget):
+class Keeping(BareTarget):
     """Holds what it was given."""
-
-    def __init__(self):
-        self.held = {}
-
-    def plan(self, table):
-        raise NotImplementedError
 
     def write(self, group, tensors):
         self.held.update({region: tensor.clone() for region, tensor in tensors.items()})
@@ -135,17 +111,7 @@ class Keeping(WeightTarget):
 def fetched(regions, damaged=None):
     transport, target = Copying(damaged), Keeping()
     transport.set_plan(table(), regions)
-    watch = Watch()
-    watch.start(Deadline(10))
-    result = FetchPlan(table(), regions).fetch(
-        transport,
-        target,
-        MemoryBackend.capabilities,
-        version=3,
-        verify="full",
-        watch=watch,
-        phases=Phases(),
-    )
+    result = fetch(FetchPlan(table(), regions), transport, target, version=3, verify="full")
     for region, tensor in target.held.items():
         (row, column), (rows, columns) = region.offsets, region.sizes
         if damaged is None:

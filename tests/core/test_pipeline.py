@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fetching import BareTarget, BareTransport, fetch
 
-from weightwire.contract import ReceiverTransport, Seal
-from weightwire.deadline import Deadline, Watch
+from weightwire.contract import Seal
 from weightwire.digest import box_digest, tensor_key
 from weightwire.errors import VerificationError
-from weightwire.memory.backend import MemoryBackend
-from weightwire.phases import Phases
 from weightwire.pipeline import FetchPlan
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
-from weightwire.targets import WeightTarget
 
 NAMES = ["a", "b", "c", "d"]
 TENSORS = [torch.arange(i, i + 6, dtype=torch.float32) for i in range(4)]
@@ -24,17 +21,11 @@ TABLE = TensorTable(
 )
 
 
-class Scripted(ReceiverTransport):
+class Scripted(BareTransport):
     """Brings a group when it is fetched; says beforehand which ones have landed."""
 
     def __init__(self, events, landed, damaged=None):
         self.events, self.there, self.damaged = events, landed, damaged
-
-    def set_plan(self, table, regions):
-        pass
-
-    def begin(self, offer):
-        pass
 
     def post(self, group, regions):
         self.events.append(("post", group))
@@ -57,19 +48,11 @@ class Scripted(ReceiverTransport):
     def finish(self):
         self.events.append(("finish", None))
 
-    def abort(self, error):
-        pass
 
-    def close(self):
-        pass
-
-
-class Recording(WeightTarget):
+class Recording(BareTarget):
     def __init__(self, events):
-        self.events, self.held = events, {}
-
-    def plan(self, table):
-        raise NotImplementedError
+        super().__init__()
+        self.events = events
 
     def write(self, group, tensors):
         self.events.append(("write", group))
@@ -80,21 +63,11 @@ def taken(landed=(), damaged=None, overlap=True):
     """What happened, and what the target holds."""
     events = []
     target = Recording(events)
-    watch = Watch()
-    watch.start(Deadline(10))
     plan = FetchPlan(
         TABLE, [Region.whole(i, e) for i, e in enumerate(TABLE.tensors)], overlap=overlap
     )
     try:
-        plan.fetch(
-            Scripted(events, landed, damaged),
-            target,
-            MemoryBackend.capabilities,
-            version=1,
-            verify="sample",
-            watch=watch,
-            phases=Phases(),
-        )
+        fetch(plan, Scripted(events, landed, damaged), target, version=1, verify="sample")
     except VerificationError as error:
         return events, target.held, error
     for group, tensor in enumerate(TENSORS):

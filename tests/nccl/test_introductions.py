@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from gloo_wires import end, form
 
 from weightwire.contract import Policy, Seal
 from weightwire.errors import TableMismatch
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
 from weightwire_nccl.channels import Channel, Owner, Reader, Sent, Wanted, seal_bound
-from weightwire_nccl.gloo import GlooWire
 from weightwire_nccl.pieces import ReadPlan, shards_by_owner
 from weightwire_nccl.staging import Staging
+from weightwire_nccl.wire import Wire, nothing
 
 GROUPS = 3
 TENSORS = [torch.arange(i, i + 64, dtype=torch.int32) for i in range(GROUPS)]
@@ -33,7 +33,7 @@ REGIONS = [Region.whole(i, entry) for i, entry in enumerate(TABLE.tensors)]
 class Place:
     """What an end needs of its group: a real one of two threads."""
 
-    def __init__(self, wire: GlooWire, rank: int) -> None:
+    def __init__(self, wire: Wire, rank: int) -> None:
         self.control = self.payload = wire
         self.rank, self.generation, self.device = rank, 1, torch.device("cpu")
         self.members = ("the owner", "the reader")
@@ -42,18 +42,13 @@ class Place:
     def translated(self, *peers: int) -> Iterator[None]:
         yield
 
-    def complete(self, work: Any, *peers: int, meanwhile: Any = None) -> None:
+    def complete(self, work: Any, *peers: int, meanwhile: Callable[[], None] = nothing) -> None:
         work.wait(20, meanwhile)
 
 
 @pytest.fixture
 def ends() -> Iterator[SimpleNamespace]:
-    store, wires = HashStore(), {}
-
-    def come(rank: int) -> None:
-        wires[rank] = GlooWire(store, rank, 2, "127.0.0.1", 20)
-
-    on_threads(*(lambda rank=rank: come(rank) for rank in (0, 1)))
+    wires = form(2, seconds=20.0)
     shards = shards_by_owner(TABLE)[0]
     plan = ReadPlan(TABLE, REGIONS, 1 << 20).channel(shards)
     channel = [Channel(0, (1,), plan, b"\0" * 16)]
@@ -61,30 +56,17 @@ def ends() -> Iterator[SimpleNamespace]:
     staging = [Staging(torch.device("cpu"), 1 << 20) for _ in (0, 1)]
     owner = Owner(Place(wires[0], 0), staging[0], channel, shards, seals)  # type: ignore[arg-type]
     reader = Reader(Place(wires[1], 1), staging[1], channel, REGIONS, {0: seals})  # type: ignore[arg-type]
-    for end in (owner, reader):
-        end.start(Policy(1, 1, 1))
+    for side in (owner, reader):
+        side.start(Policy(1, 1, 1))
     yield SimpleNamespace(owner=owner, reader=reader)
-    for wire in wires.values():
-        wire.abort()
-        wire.close()
+    end(wires)
 
 
-def on_threads(*works: Any) -> list[Any]:
-    found: list[Any] = [None] * len(works)
-
-    def run(i: int, work: Any) -> None:
-        try:
-            found[i] = work()
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=run, args=(i, work)) for i, work in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return found
+def on_threads(*works: Callable[[], Any]) -> list[Any]:
+    """What each returned or raised; their waits end by themselves."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        calls = [pool.submit(work) for work in works]
+    return [call.exception() or call.result() for call in calls]
 
 
 def sent(group: int) -> Sent:

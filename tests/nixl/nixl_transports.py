@@ -50,12 +50,17 @@ class Transports:
         return sender
 
     def receiver(
-        self, table: TensorTable, name: str = "r0", session: str = "s1", **options: Any
+        self,
+        table: TensorTable,
+        name: str = "r0",
+        session: str = "s1",
+        overlap: bool = False,
+        **options: Any,
     ) -> NixlReceiver:
-        context = _context(name, session, 20.0, options)
+        context = dataclasses.replace(_context(name, session, 20.0, options), overlap=overlap)
         receiver = NixlReceiver(context, context.config)  # type: ignore[arg-type]
         self._opened.append(receiver)
-        receiver.set_plan(table, [Region.whole(0, table.tensors[0])])
+        receiver.set_plan(table, [Region.whole(i, e) for i, e in enumerate(table.tensors)])
         return receiver
 
     def close(self) -> None:

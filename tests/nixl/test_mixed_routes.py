@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from nixl_transports import Transports, offer
 from process_rig import until
 
 from weightwire.contract import Seal
-from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
+from weightwire.table import Group, Shard, TensorEntry, TensorTable
 from weightwire_nixl.receiver import NixlReceiver
 from weightwire_nixl.sender import NixlSender
 
@@ -32,19 +30,13 @@ TABLE = TensorTable(
 @pytest.fixture
 def ends(
     transports: Transports, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[list[NixlSender], NixlReceiver]]:
+) -> tuple[list[NixlSender], NixlReceiver]:
     """Rank 0 over shared memory, rank 1 over TCP; a receiver with two slots."""
     senders = [transports.sender(TABLE, rank=0)]
     with monkeypatch.context() as patched:
         patched.setenv("UCX_TLS", "tcp")
         senders.append(transports.sender(TABLE, rank=1))
-    receiver = transports.receiver(TABLE)
-    context = dataclasses.replace(receiver._context, overlap=True)
-    receiver.close()
-    both = NixlReceiver(context, context.config)  # type: ignore[arg-type]
-    both.set_plan(TABLE, [Region.whole(i, entry) for i, entry in enumerate(TABLE.tensors)])
-    yield senders, both
-    both.close()
+    return senders, transports.receiver(TABLE, overlap=True)
 
 
 def values(group: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ them is posted when a version starts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -129,6 +129,16 @@ class _End(ABC, Generic[Given]):
     def _channels_of(self, group: int) -> list[Channel]:
         return [channel for channel in self.channels if channel.plan.of_group(group)]
 
+    def _messages(self, group: int) -> Iterator[tuple[Channel, Message]]:
+        """A group's messages in the order that both ends keep."""
+        channels = self._channels_of(group)
+        most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
+        for number in range(most):
+            for channel in channels:
+                messages = channel.plan.of_group(group)
+                if number < len(messages):
+                    yield channel, messages[number]
+
     def _header(self, channel: Channel, group: int, seal: int = 0) -> Header:
         nbytes = sum(message.nbytes for message in channel.plan.of_group(group))
         return Header(self._policy, group, self.epoch.generation, nbytes, channel.digest, seal)
@@ -203,13 +213,8 @@ class Owner(_End[Sent]):
         for reader, header, ask, work in sent.asked or ():
             self.epoch.complete(work, reader)
             self._check(header, _bytes(ask), reader)
-        channels = self._channels_of(group)
-        most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
-        for number in range(most):
-            for channel in channels:
-                messages = channel.plan.of_group(group)
-                if number < len(messages):
-                    self._send(channel, group, messages[number], sent.tensors)
+        for channel, message in self._messages(group):
+            self._send(channel, group, message, sent.tensors)
         self._given.remove(sent)
         self._finish_messages()
         for reader, work in sent.framed:
@@ -331,16 +336,11 @@ class Reader(_End[Wanted]):
         for channel, header, data, work in wanted.framed or ():
             self.epoch.complete(work, channel.owner)
             seals.append(self._seal(channel, header, data))
-        channels = self._channels_of(group)
-        most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
-        for number in range(most):
-            for channel in channels:
-                messages = channel.plan.of_group(group)
-                if number < len(messages):
-                    self._receive(channel, messages[number], wanted.memory)
+        for channel, message in self._messages(group):
+            self._receive(channel, message, wanted.memory)
         self._given.remove(wanted)
         self._finish_messages()
-        for channel in channels:
+        for channel in self._channels_of(group):
             if group == max(channel.plan.groups):
                 credit = _frame(HEADER_BYTES, self._header(channel, group).encode())
                 with self.epoch.translated(channel.owner):

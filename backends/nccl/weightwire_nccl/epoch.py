@@ -37,7 +37,7 @@ from weightwire_nccl.gloo import GlooWire
 from weightwire_nccl.meeting import Client
 from weightwire_nccl.nccl import NcclWire
 from weightwire_nccl.records import Hello, Member, Opening, digest_of
-from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
+from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work, nothing
 from weightwire_nccl.witness import Witness
 
 __all__ = ["Epoch", "Job"]
@@ -411,9 +411,7 @@ class Epoch:
             raise BackendUnavailable("the group isn't formed")
         return self._payload
 
-    def complete(
-        self, work: Work, *peers: int, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def complete(self, work: Work, *peers: int, meanwhile: Callable[[], None] = nothing) -> None:
         """Wait for an operation with these members.
 
         Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weightwire.gloo import end_group
-from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
+from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work, nothing
 
 __all__ = ["GlooWire"]
 
@@ -87,9 +87,8 @@ class _GlooWork(Work):
         self._work = work
         self._tensor = tensor
 
-    def wait(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
-        if meanwhile is not None:
-            meanwhile()
+    def wait(self, seconds: float, meanwhile: Callable[[], None] = nothing) -> None:
+        meanwhile()
         try:
             self._work.wait(datetime.timedelta(seconds=max(0.001, seconds)))
         except RuntimeError as error:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weightwire.errors import ConfigError
-from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
+from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work, nothing
 
 __all__ = ["NcclWire", "gpu_here"]
 
@@ -138,7 +138,7 @@ class _NcclWork(Work):
         self._tensor = tensor
         self._aborted = aborted
 
-    def wait(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
+    def wait(self, seconds: float, meanwhile: Callable[[], None] = nothing) -> None:
         end = time.monotonic() + seconds
         pause = _FIRST_PAUSE
         try:
@@ -146,8 +146,7 @@ class _NcclWork(Work):
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             done.record(torch.cuda.current_stream(self._tensor.device))
             while True:
-                if meanwhile is not None:
-                    meanwhile()
+                meanwhile()
                 if done.query():
                     break
                 if self._aborted.is_set():

@@ -8,7 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Wire", "WireBroken", "WireLate", "Work"]
+__all__ = ["Wire", "WireBroken", "WireLate", "Work", "nothing"]
+
+
+def nothing() -> None:
+    """There is nothing to do: no device to wait for, or nothing meanwhile."""
 
 
 class WireBroken(Exception):
@@ -23,7 +27,7 @@ class Work(ABC):
     """An operation under way.  It keeps its tensor alive."""
 
     @abstractmethod
-    def wait(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
+    def wait(self, seconds: float, meanwhile: Callable[[], None] = nothing) -> None:
         """Return when the tensor may be used again (sent), or holds what came.
 
         Args:
@@ -66,7 +70,7 @@ class Wire(ABC):
         Returns:
             To be called on the wire's thread, before it touches that memory.
         """
-        return _nothing
+        return nothing
 
     def flush(self) -> None:
         """Return when the wire's thread's own copies are done."""
@@ -81,7 +85,3 @@ class Wire(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads; nothing is under way, or it was aborted."""
-
-
-def _nothing() -> None:
-    """CPUs do things in order."""
