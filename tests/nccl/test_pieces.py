@@ -40,13 +40,15 @@ def test_pieces_cover_a_region_once(shape, owners, bucket_bytes, data):
     for held in shards_by_owner(table).values():
         channel = plan.channel(held)
         total += channel.nbytes
-        for message in channel.of_group(0):
-            assert 0 < message.nbytes <= bucket_bytes
-            assert message.nbytes == sum(piece.nbytes for piece in message.pieces)
-            for piece in message.pieces:
-                box = tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.sizes, strict=True))
-                marks[box] += 1
-                assert piece.nbytes == 4 * int(np.prod(piece.sizes))
+        batches = channel.of_group(0)
+        for batch in batches:
+            assert 0 < sum(message.nbytes for message in batch) <= bucket_bytes
+            for message in batch:
+                assert message.nbytes == sum(piece.nbytes for piece in message.pieces)
+        for piece in [piece for batch in batches for message in batch for piece in message.pieces]:
+            box = tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.sizes, strict=True))
+            marks[box] += 1
+            assert piece.nbytes == 4 * int(np.prod(piece.sizes))
     wanted = np.zeros(shape, dtype=int)
     wanted[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))] = 1
     assert (marks == wanted).all()

@@ -1,6 +1,6 @@
 """A group's bytes between owners and readers: header, check, payload, credit.
 
-Both ends step through the messages in one total order: by number, then by owner,
+Both ends step through the batches in one total order: by number, then by owner,
 then by reader.  Each waits only for messages that come before those it hasn't
 posted yet, so there is always one that both of its ends can complete: no deadlock,
 whoever stages in however small buckets.  Credits are outside that order: what takes
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, TypeVar
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -25,17 +23,16 @@ from weightwire.errors import TableMismatch, TransferError
 from weightwire.layout import cut_out
 from weightwire.table import Region
 from weightwire_nccl.epoch import Epoch
-from weightwire_nccl.pieces import ChannelPlan, GroupShards, Message
+from weightwire_nccl.pieces import Batch, ChannelPlan, GroupShards, Message
 from weightwire_nccl.records import HEADER_BYTES, Header
-from weightwire_nccl.staging import Staging, unpack
+from weightwire_nccl.staging import Bucket, Staging, aligned, unpack
 from weightwire_nccl.wire import Wire, Work
+from weightwire_nccl.workers import Job
 
 __all__ = [
     "Channel",
     "Owner",
     "Reader",
-    "Sent",
-    "Wanted",
     "receive_plan",
     "seal_bound",
     "send_plan",
@@ -63,56 +60,20 @@ class Channel:
     wire: Wire | None = None
 
 
+Tensors = Mapping[int, Tensor]
+"""By tensor of the table at an owner, by region of the plan at a reader."""
+
+
 def seal_bound(tensors: int) -> int:
     """Most bytes of a seal over so many tensors: a digest takes 9 and its key 5 in msgpack."""
     return 64 + 16 * tensors
 
 
-@dataclass(eq=False)
-class Sent:
-    """A group that an owner was given.
-
-    Attributes:
-        fence: what its tensors wait for.
-        asked: who must say that it takes the group, and what takes its message; None until
-            that is posted.
-        framed: what is said to each of them.
-    """
-
-    group: int
-    tensors: Mapping[int, Tensor]
-    seal: Seal
-    fence: Callable[[], None]
-    asked: list[tuple[int, Header, Tensor, Work]] | None = None
-    framed: list[tuple[int, Work]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Wanted:
-    """A group that a reader is given memory for.
-
-    Attributes:
-        memory: by region.
-        fence: what its memory waits for.
-        framed: what takes each owner's frame; None until that is posted.
-        asked: what is said to each of them.
-    """
-
-    group: int
-    memory: Mapping[int, Tensor]
-    fence: Callable[[], None]
-    framed: list[tuple[Channel, Header, Tensor, Work]] | None = None
-    asked: list[tuple[int, Work]] = field(default_factory=list)
-
-
-Given = TypeVar("Given", Sent, Wanted)
-
-
-class _End(ABC, Generic[Given]):
+class _End(ABC):
     """What both ends share: the version that they are in, and the buckets.
 
-    A group's two small messages, which say that both sides are at the same place, are
-    posted while the payload of the group before is on its way.
+    The posting thread goes through a group's messages; the other one waits for them, so
+    that the next group is announced, checked and posted while this one's payload travels.
     """
 
     def __init__(self, epoch: Epoch, staging: Staging, channels: Sequence[Channel]) -> None:
@@ -120,8 +81,6 @@ class _End(ABC, Generic[Given]):
         self.channels = tuple(channels)
         self.staging = staging
         self._policy = Policy(0, 0)
-        self._given: list[Given] = []
-        self._direct: list[tuple[Wire, Work, tuple[int, ...]]] = []
 
     def start(self, policy: Policy) -> None:
         self._policy = policy
@@ -129,18 +88,18 @@ class _End(ABC, Generic[Given]):
     def _channels_of(self, group: int) -> list[Channel]:
         return [channel for channel in self.channels if channel.plan.of_group(group)]
 
-    def _messages(self, group: int) -> Iterator[tuple[Channel, Message]]:
+    def _batches(self, group: int) -> Iterator[tuple[Channel, Batch]]:
         """A group's messages in the order that both ends keep."""
         channels = self._channels_of(group)
         most = max((len(channel.plan.of_group(group)) for channel in channels), default=0)
         for number in range(most):
             for channel in channels:
-                messages = channel.plan.of_group(group)
-                if number < len(messages):
-                    yield channel, messages[number]
+                batches = channel.plan.of_group(group)
+                if number < len(batches):
+                    yield channel, batches[number]
 
     def _header(self, channel: Channel, group: int, seal: int = 0) -> Header:
-        nbytes = sum(message.nbytes for message in channel.plan.of_group(group))
+        nbytes = sum(message.nbytes for batch in channel.plan.of_group(group) for message in batch)
         return Header(self._policy, group, self.epoch.generation, nbytes, channel.digest, seal)
 
     def _check(self, mine: Header, payload: bytes, peer: int) -> Header:
@@ -154,26 +113,57 @@ class _End(ABC, Generic[Given]):
             )
         return theirs
 
+    def _post(self, channel: Channel, group: int, batch: Batch, tensors: Tensors) -> None:
+        """Post a batch from, or into, the tensors themselves where that can be."""
+        boxes = [self._boxes(group, message, tensors) for message in batch]
+        nbytes = [message.nbytes for message in batch]
+        direct = [_travels(found, self.epoch.device) for found in boxes]
+        need = sum(aligned(n) for n, is_direct in zip(nbytes, direct, strict=True) if not is_direct)
+        bucket = self.staging.take(need) if need else None
+        wire = channel.wire or self.epoch.payload
+        staged: list[tuple[Tensor, list[Tensor]]] = []
+
+        def post() -> list[Work]:
+            works = []
+            for found, size, is_direct in zip(boxes, nbytes, direct, strict=True):
+                if is_direct or bucket is None:
+                    data = raw_bytes(found[0])
+                else:
+                    data = self._stage(bucket, found, size)
+                    staged.append((data, found))
+                works.append(self._post_message(channel, wire, data))
+            return works
+
+        others = tuple(r for r in (channel.owner, *channel.readers) if r != self.epoch.rank)
+        with self.epoch.translated(*others):
+            works = wire.together(post) if len(batch) > 1 else post()
+
+        def settle() -> None:
+            for work in works:
+                self.epoch.complete(work, *others)
+            self._take(staged)
+
+        job = self.epoch.settle_later(settle)
+        if bucket is not None:
+            bucket.settles = job
+
     @abstractmethod
-    def _introduce(self, given: Given) -> None:
-        """Post a group's small messages, unless they are."""
+    def _boxes(self, group: int, message: Message, tensors: Tensors) -> list[Tensor]:
+        """A message's pieces of the tensors."""
 
-    def _look_ahead(self) -> None:
-        """Introduce what this end was given meanwhile."""
-        for given in tuple(self._given):
-            self._introduce(given)
+    @abstractmethod
+    def _stage(self, bucket: Bucket, boxes: Sequence[Tensor], nbytes: int) -> Tensor:
+        """A message's memory, where its pieces can't be that."""
 
-    def _finish_messages(self) -> None:
-        direct, self._direct = self._direct, []
-        last = {id(wire): number for number, (wire, _, _) in enumerate(direct)}
-        for number, (wire, work, peers) in enumerate(direct):
-            if not wire.in_order or number == last[id(wire)]:
-                self.epoch.complete(work, *peers, meanwhile=self._look_ahead)
-        self.staging.drain()
-        self.epoch.payload.flush()
+    @abstractmethod
+    def _post_message(self, channel: Channel, wire: Wire, data: Tensor) -> Work:
+        """Let a message leave, or arrive."""
+
+    def _take(self, staged: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
+        """What is to be done with staged messages that are through."""
 
 
-class Owner(_End[Sent]):
+class Owner(_End):
     """A trainer rank's end of its channels.
 
     Args:
@@ -198,72 +188,6 @@ class Owner(_End[Sent]):
         self._credits: list[tuple[Channel, int, Tensor, Work]] = []
         self.sent_nbytes = 0
 
-    def give(self, sent: Sent) -> Callable[[], None]:
-        """On the caller's thread: what the group's thread does next, in this order.
-
-        It returns when every tensor may change.
-        """
-        self._given.append(sent)
-        return partial(self._send_group, sent)
-
-    def _send_group(self, sent: Sent) -> None:
-        group = sent.group
-        sent.fence()
-        self._introduce(sent)
-        for reader, header, ask, work in sent.asked or ():
-            self.epoch.complete(work, reader)
-            self._check(header, _bytes(ask), reader)
-        for channel, message in self._messages(group):
-            self._send(channel, group, message, sent.tensors)
-        self._given.remove(sent)
-        self._finish_messages()
-        for reader, work in sent.framed:
-            self.epoch.complete(work, reader)
-
-    def _introduce(self, sent: Sent) -> None:
-        if sent.asked is not None:
-            return
-        group, control = sent.group, self.epoch.control
-        sealed = msgspec.msgpack.encode(sent.seal)
-        if len(sealed) > self._seals[group]:
-            raise TransferError(f"the seal of group {group} has {len(sealed)} bytes: too many")
-        sent.asked = []
-        for channel in self._channels_of(group):
-            header = self._header(channel, group, len(sealed))
-            data = _frame(HEADER_BYTES + self._seals[group], header.encode() + sealed)
-            for reader in channel.readers:
-                with self.epoch.translated(reader):
-                    ask = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                    sent.asked.append((reader, header, ask, control.recv(ask, reader, _ASK)))
-                    sent.framed.append((reader, control.send(data, reader, _FRAME)))
-
-    def _send(
-        self, channel: Channel, group: int, message: Message, tensors: Mapping[int, Tensor]
-    ) -> None:
-        shards = self._shards[group]
-        boxes = [
-            tensors[piece.tensor]
-            if piece.is_shard
-            else cut_out(
-                tensors[piece.tensor], piece.begin, piece.sizes, shards[piece.tensor].offsets
-            )
-            for piece in message.pieces
-        ]
-        as_it_lies = _travels(boxes, self.epoch.device)
-        data = raw_bytes(boxes[0]) if as_it_lies else self.staging.pack(boxes, message.nbytes)
-        self.sent_nbytes += data.numel()
-        wire = channel.wire or self.epoch.payload
-        with self.epoch.translated(*channel.readers):
-            if channel.wire is not None:
-                work = wire.broadcast(data, 0)
-            else:
-                work = wire.send(data, channel.readers[0], _PAYLOAD)
-        if as_it_lies:
-            self._direct.append((wire, work, channel.readers))
-        else:
-            settle = partial(self.epoch.complete, work, *channel.readers)
-            self.staging.when_settled(partial(settle, meanwhile=self._look_ahead))
-
     def start(self, policy: Policy) -> None:
         """Also post what takes the credits: a reader that is done with this owner goes on to
         others that this one may be waiting for."""
@@ -276,6 +200,68 @@ class Owner(_End[Sent]):
                     work = self.epoch.control.recv(credit, reader, _CREDIT)
                 self._credits.append((channel, reader, credit, work))
 
+    def send_group(
+        self, group: int, tensors: Tensors, seal: Seal, fence: Callable[[], None]
+    ) -> Job[None]:
+        """Post a group once its readers take it.
+
+        Args:
+            fence: what its tensors wait for.
+
+        Returns:
+            It ends when every tensor may change.
+        """
+        fence()
+        framed = self._introduce(group, seal)
+        for channel, batch in self._batches(group):
+            self._post(channel, group, batch, tensors)
+
+        def settle() -> None:
+            for reader, work in framed:
+                self.epoch.complete(work, reader)
+
+        return self.epoch.settle_later(settle)
+
+    def _introduce(self, group: int, seal: Seal) -> list[tuple[int, Work]]:
+        """Say what comes, and hear that it is taken; returns what ends each saying."""
+        control = self.epoch.control
+        sealed = msgspec.msgpack.encode(seal)
+        if len(sealed) > self._seals[group]:
+            raise TransferError(f"the seal of group {group} has {len(sealed)} bytes: too many")
+        asked, framed = [], []
+        for channel in self._channels_of(group):
+            header = self._header(channel, group, len(sealed))
+            data = _frame(HEADER_BYTES + self._seals[group], header.encode() + sealed)
+            for reader in channel.readers:
+                with self.epoch.translated(reader):
+                    ask = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                    asked.append((reader, header, ask, control.recv(ask, reader, _ASK)))
+                    framed.append((reader, control.send(data, reader, _FRAME)))
+        for reader, header, ask, work in asked:
+            self.epoch.complete(work, reader)
+            self._check(header, _bytes(ask), reader)
+        return framed
+
+    def _boxes(self, group: int, message: Message, tensors: Tensors) -> list[Tensor]:
+        shards = self._shards[group]
+        return [
+            tensors[piece.tensor]
+            if piece.is_shard
+            else cut_out(
+                tensors[piece.tensor], piece.begin, piece.sizes, shards[piece.tensor].offsets
+            )
+            for piece in message.pieces
+        ]
+
+    def _stage(self, bucket: Bucket, boxes: Sequence[Tensor], nbytes: int) -> Tensor:
+        return bucket.pack(boxes, nbytes)
+
+    def _post_message(self, channel: Channel, wire: Wire, data: Tensor) -> Work:
+        self.sent_nbytes += data.numel()
+        if channel.wire is not None:
+            return wire.broadcast(data, 0)
+        return wire.send(data, channel.readers[0], _PAYLOAD)
+
     def await_credits(self) -> None:
         """Return when every reader holds all that this rank has sent."""
         for channel, reader, credit, work in self._credits:
@@ -285,7 +271,7 @@ class Owner(_End[Sent]):
         self._credits = []
 
 
-class Reader(_End[Wanted]):
+class Reader(_End):
     """An inference rank's end of its channels.
 
     Args:
@@ -305,49 +291,49 @@ class Reader(_End[Wanted]):
         self._regions = regions
         self._seals = seals
 
-    def want(self, wanted: Wanted) -> Callable[[], list[Seal]]:
-        """On the caller's thread: what the group's thread does next, in this order.
+    def fetch_group(
+        self, group: int, memory: Tensors, fence: Callable[[], None]
+    ) -> Job[list[Seal]]:
+        """Post what takes a group once its owners have said what comes.
 
-        It returns when every region of the group is filled.
+        Args:
+            memory: by region.
+            fence: what it waits for.
+
+        Returns:
+            It ends when every region of the group is filled.
         """
-        self._given.append(wanted)
-        return partial(self._fetch_group, wanted)
+        fence()
+        seals, asked = self._introduce(group)
+        for channel, batch in self._batches(group):
+            self._post(channel, group, batch, memory)
 
-    def _introduce(self, wanted: Wanted) -> None:
-        if wanted.framed is not None:
-            return
-        group, control = wanted.group, self.epoch.control
-        wanted.framed = []
+        def settle() -> list[Seal]:
+            for channel in self._channels_of(group):
+                if group == max(channel.plan.groups):
+                    asked.append((channel.owner, self._post_credit(channel, group)))
+            for owner, work in asked:
+                self.epoch.complete(work, owner)
+            return seals
+
+        return self.epoch.settle_later(settle)
+
+    def _introduce(self, group: int) -> tuple[list[Seal], list[tuple[int, Work]]]:
+        """Ask for a group, and hear what comes; returns also what ends each asking."""
+        control = self.epoch.control
+        asked, framed = [], []
         for channel in self._channels_of(group):
-            header = self._header(channel, group)
-            owner = channel.owner
+            header, owner = self._header(channel, group), channel.owner
             with self.epoch.translated(owner):
                 ask = control.send(_frame(HEADER_BYTES, header.encode()), owner, _ASK)
                 data = torch.empty(HEADER_BYTES + self._seals[owner][group], dtype=torch.uint8)
-                frame = control.recv(data, owner, _FRAME)
-            wanted.framed.append((channel, header, data, frame))
-            wanted.asked.append((owner, ask))
-
-    def _fetch_group(self, wanted: Wanted) -> list[Seal]:
-        group, control, asked = wanted.group, self.epoch.control, wanted.asked
-        wanted.fence()
-        self._introduce(wanted)
+                framed.append((channel, header, data, control.recv(data, owner, _FRAME)))
+            asked.append((owner, ask))
         seals = []
-        for channel, header, data, work in wanted.framed or ():
+        for channel, header, data, work in framed:
             self.epoch.complete(work, channel.owner)
             seals.append(self._seal(channel, header, data))
-        for channel, message in self._messages(group):
-            self._receive(channel, message, wanted.memory)
-        self._given.remove(wanted)
-        self._finish_messages()
-        for channel in self._channels_of(group):
-            if group == max(channel.plan.groups):
-                credit = _frame(HEADER_BYTES, self._header(channel, group).encode())
-                with self.epoch.translated(channel.owner):
-                    asked.append((channel.owner, control.send(credit, channel.owner, _CREDIT)))
-        for owner, work in asked:
-            self.epoch.complete(work, owner)
-        return seals
+        return seals, asked
 
     def _seal(self, channel: Channel, header: Header, data: Tensor) -> Seal:
         payload = _bytes(data)
@@ -360,35 +346,35 @@ class Reader(_End[Wanted]):
         sealed = payload[HEADER_BYTES : HEADER_BYTES + theirs.seal]
         return decode_message(sealed, Seal, str(self.epoch.members[channel.owner]))
 
-    def _receive(self, channel: Channel, message: Message, memory: Mapping[int, Tensor]) -> None:
-        boxes = [
-            memory[piece.region]
+    def _post_credit(self, channel: Channel, group: int) -> Work:
+        credit = _frame(HEADER_BYTES, self._header(channel, group).encode())
+        with self.epoch.translated(channel.owner):
+            return self.epoch.control.send(credit, channel.owner, _CREDIT)
+
+    def _boxes(self, group: int, message: Message, tensors: Tensors) -> list[Tensor]:
+        return [
+            tensors[piece.region]
             if piece.is_region
             else cut_out(
-                memory[piece.region], piece.begin, piece.sizes, self._regions[piece.region].offsets
+                tensors[piece.region], piece.begin, piece.sizes, self._regions[piece.region].offsets
             )
             for piece in message.pieces
         ]
-        in_place = _travels(boxes, self.epoch.device)
-        data = raw_bytes(boxes[0]) if in_place else self.staging.land(message.nbytes)
-        others = (channel.owner, *(r for r in channel.readers if r != self.epoch.rank))
-        wire = channel.wire or self.epoch.payload
-        with self.epoch.translated(*others):
-            if channel.wire is not None:
-                work = wire.broadcast(data, 0)
-            else:
-                work = wire.recv(data, channel.owner, _PAYLOAD)
-        if in_place:
-            self._direct.append((wire, work, others))
-        else:
-            self.staging.when_settled(partial(self._take, work, others, data, boxes))
 
-    def _take(
-        self, work: Work, peers: tuple[int, ...], data: Tensor, boxes: Sequence[Tensor]
-    ) -> None:
-        self.epoch.complete(work, *peers, meanwhile=self._look_ahead)
+    def _stage(self, bucket: Bucket, boxes: Sequence[Tensor], nbytes: int) -> Tensor:
+        return bucket.land(nbytes)
+
+    def _post_message(self, channel: Channel, wire: Wire, data: Tensor) -> Work:
+        if channel.wire is not None:
+            return wire.broadcast(data, 0)
+        return wire.recv(data, channel.owner, _PAYLOAD)
+
+    def _take(self, staged: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
         with torch.no_grad():
-            unpack(data, boxes)
+            for data, boxes in staged:
+                unpack(data, boxes)
+        if staged:
+            self.epoch.payload.flush()
 
 
 def send_plan(epoch: Epoch, payload: bytes, owners: Sequence[int]) -> None:

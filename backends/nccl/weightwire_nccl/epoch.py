@@ -1,8 +1,10 @@
-"""The process group of one membership epoch, and the one thread that uses it.
+"""The process group of one membership epoch, and the two threads that use it.
 
-Libraries block: every operation on the group and on the store runs on this
-thread, and the caller's thread waits for it under its watch.  Whoever gives up
-ends what the thread is blocked in, so that it ends, too.
+Libraries block: what the group does runs on these threads, and the caller's
+thread waits for it under its watch.  One of them posts, and waits for what must
+come before it may post the next; the other waits until what was posted has
+arrived, so that the next messages are under way by then.  Whoever gives up ends
+what the threads are blocked in, so that they end, too.
 
 Any failure drops the group whole, on every member: nothing that was on its way
 can meet a later version.  The first to fail leaves its reason in the store; the
@@ -13,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -35,19 +37,20 @@ from weightwire.errors import (
 )
 from weightwire_nccl.gloo import GlooWire
 from weightwire_nccl.meeting import Client
-from weightwire_nccl.nccl import NcclWire
+from weightwire_nccl.nccl import NcclWire, use_own_stream
 from weightwire_nccl.records import Hello, Member, Opening, digest_of
 from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work, nothing
 from weightwire_nccl.witness import Witness
+from weightwire_nccl.workers import Job, Worker
 
-__all__ = ["Epoch", "Job"]
+__all__ = ["Epoch"]
 
 log = logging.getLogger("weightwire.nccl")
 
 T = TypeVar("T")
 
 _GRACE_SECONDS = 2.0
-"""How much longer than the caller the thread waits: the caller knows better who is missing."""
+"""How much longer than the caller a thread waits: the caller knows better who is missing."""
 _FORM_SECONDS = 30.0
 """For connecting, once all members have come: it can't be ended, should one stand still then."""
 _CAUSE_SECONDS = 0.3
@@ -58,16 +61,6 @@ _HANG_UP_SECONDS = 0.1
 _FIRST_PAUSE = 0.0001
 _LAST_PAUSE = 0.01
 _PROBE_TAG = 9
-
-
-class Job(Generic[T]):
-    """Something that the thread does; ``done`` is set when it has ended, in whatever way."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.work: Callable[[], T] | None = work
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.result: T | None = None
 
 
 class Epoch:
@@ -101,7 +94,6 @@ class Epoch:
         self.failure: BaseException | None = None
         self._me = "a member"
         self._reason = ""
-        self._awaited: tuple[int, ...] = ()
         self._client: Client | None = None
         self._second: Client | None = None
         self._control: GlooWire | None = None
@@ -110,17 +102,16 @@ class Epoch:
         self._all_wires: list[Wire] = []
         self._giving_up = threading.Event()
         self._connecting = False
-        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="weightwire-nccl", daemon=True)
-        self._thread.start()
+        self._failing = threading.Lock()
+        name, ways = "weightwire-nccl", (self._refuse_late, self._failed)
+        self._arriving = Worker(f"{name}-arriving", *ways, leave=nothing)
+        self._posting = Worker(name, *ways, leave=self._leave)
 
     # ------------------------------------------------------------------ the caller's thread
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Have the thread do something, after all that it was given before."""
-        job = Job(work)
-        self._jobs.put(job)
-        return job
+        """Have the posting thread do something, after all that it was given before."""
+        return self._posting.submit(work)
 
     def wait(self, job: Job[T], what: str) -> T:
         """The job's result.
@@ -138,7 +129,7 @@ class Epoch:
                 witness = self._witness(self._second)
 
         def missing() -> Sequence[str]:
-            ranks = (witness.silent if witness is not None else ()) or self._awaited
+            ranks = (witness.silent if witness is not None else ()) or self._awaited()
             return self._names(ranks)
 
         try:
@@ -146,9 +137,11 @@ class Epoch:
         finally:
             if witness is not None:
                 witness.close()
-        if job.error is not None:
-            raise job.error
-        return job.result  # type: ignore[return-value]  # set, as there is no error
+        return job.outcome()
+
+    def _awaited(self) -> Sequence[int]:
+        """What is posted already comes before what isn't."""
+        return self._arriving.awaited or self._posting.awaited
 
     def _witness(self, client: Client) -> Witness:
         return Witness(
@@ -156,7 +149,7 @@ class Epoch:
             f"epoch/{self.id}",
             self.rank,
             len(self.members),
-            lambda: self._awaited,
+            self._awaited,
         )
 
     def give_up(self, error: BaseException) -> None:
@@ -174,55 +167,60 @@ class Epoch:
         self._end()
 
     def _end(self) -> None:
-        self._jobs.put(None)
+        for worker in self._workers:
+            worker.end()
         # What the library itself connects to can't be hung up on: no use in waiting for that.
         patience = _HANG_UP_SECONDS if self._connecting else _JOIN_SECONDS
-        if not self._connecting:
-            self._thread.join(patience)
-        if self._thread.is_alive():
-            self._giving_up.set()
-            for wire in tuple(self._all_wires):
-                wire.abort()
-            end = time.monotonic() + 2 * patience
-            while self._thread.is_alive() and time.monotonic() < end:
-                if self._client is not None:
-                    self._client.hang_up()  # again: it retries while it connects
-                self._thread.join(_LAST_PAUSE)
-        if self._thread.is_alive():
-            # The library is still connecting to a process that came and then stood still.
-            log.warning("the thread of a group that wasn't formed ends within %g s", _FORM_SECONDS)
+        if not self._connecting and all(worker.join(patience) for worker in self._workers):
+            return
+        self._giving_up.set()
+        for wire in tuple(self._all_wires):
+            wire.abort()
+        end = time.monotonic() + 2 * patience
+        while time.monotonic() < end:
+            if self._client is not None:
+                self._client.hang_up()  # again: it retries while it connects
+            if all(worker.join(_LAST_PAUSE) for worker in self._workers):
+                return
+        # The library is still connecting to a process that came and then stood still.
+        log.warning("the thread of a group that wasn't formed ends within %g s", _FORM_SECONDS)
 
-    # ------------------------------------------------------------------ the group's thread
+    @property
+    def _workers(self) -> tuple[Worker, Worker]:
+        return self._arriving, self._posting
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, job.work = job.work, None
-            try:
-                if self.failure is not None:
-                    raise self.failure
-                if self._giving_up.is_set():
-                    raise TransferError(self._reason)
-                assert work is not None  # noqa: S101 - a job is run once
-                job.result = work()
-            except BaseException as error:
-                job.error = self._failed(error)
-            finally:
-                del work
-                job.done.set()
-            del job
-        self._leave()
+    # ------------------------------------------------------------------ the group's threads
+
+    def settle_later(self, work: Callable[[], T]) -> Job[T]:
+        """Have the other thread wait for what was posted, after all that was posted before."""
+        return self._arriving.submit(work)
+
+    def join(self, job: Job[T]) -> T:
+        """On the posting thread: the outcome of what the other one does."""
+        self._posting.awaited = ()
+        if not job.done.wait(self._seconds()):
+            raise TransferTimeout(f"no sign of {', '.join(self._names(self._awaited()))}")
+        return job.outcome()
+
+    def _refuse_late(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._giving_up.is_set():
+            raise TransferError(self._reason)
 
     def _failed(self, error: BaseException) -> BaseException:
         """Drop the group because of ``error``; what the caller is told."""
-        if self.failure is None:
+        with self._failing:
+            if self.failure is not None:
+                return self.failure
             self.failure = error
             if not self._giving_up.is_set():
                 first = (str(error).splitlines() or [""])[0]
                 told = isinstance(error, PeerLost)  # names the one who failed already
                 self._reason = first if told else f"{self._me} gave up: {first}"
-            self._tell_reason()
-            for wire in self._all_wires:
-                wire.abort()
+        self._tell_reason()
+        for wire in tuple(self._all_wires):
+            wire.abort()
         return error
 
     def _tell_reason(self) -> None:
@@ -231,6 +229,7 @@ class Epoch:
                 self._client.first(f"why/{self.id}", self._reason)
 
     def _leave(self) -> None:
+        self._arriving.join(_JOIN_SECONDS)
         if self._giving_up.is_set():
             self._tell_reason()
         self._drop_group()
@@ -250,24 +249,24 @@ class Epoch:
     def client(self) -> Client:
         """The connection to the store, made when it is first used."""
         if self._client is None:
-            self._awaited = (0,)
+            self._posting.awaited = (0,)
             self._client = Client(*self.server, "sender rank 0")
             self._client.connect(self._watch.deadline.remaining())
         return self._client
 
     def until(self, look: Callable[[], T | None], awaited: Callable[[], Sequence[int]]) -> T:
-        """On the group's thread: look until there is something."""
+        """On the posting thread: look until there is something."""
         pause = _FIRST_PAUSE
         end = time.monotonic() + self._watch.deadline.remaining() + _GRACE_SECONDS
         while True:
             value = look()
             if value:
                 return value
-            self._awaited = tuple(awaited())
+            self._posting.awaited = ranks = tuple(awaited())
             if self._giving_up.wait(pause):
                 raise TransferError(self._reason)
             if time.monotonic() > end:
-                raise TransferTimeout(f"no sign of {', '.join(self._names(self._awaited))}")
+                raise TransferTimeout(f"no sign of {', '.join(self._names(ranks))}")
             pause = min(pause * 1.5, _LAST_PAUSE)
 
     def opening(self, key: str) -> Opening:
@@ -340,8 +339,12 @@ class Epoch:
         ranks = tuple(range(len(self.members)))
         self._control = self._gloo("control", ranks)
         if opening.library == "nccl":
-            self._payload = self._nccl("all", ranks)
-            self.device = self._payload.device
+            assert self._gpu is not None  # noqa: S101 - it said that it has one
+            device = torch.device("cuda", self._gpu)
+            # What a thread's stream waits for mustn't hold up the caller's.
+            use_own_stream(device)
+            self.join(self.settle_later(partial(use_own_stream, device)))
+            self._payload, self.device = self._nccl("all", ranks, device), device
         else:
             self._payload, self.device = self._control, torch.device("cpu")
 
@@ -352,8 +355,10 @@ class Epoch:
         """
         if ranks not in self._shared:
             name = "shared-" + digest_of(repr(ranks).encode())
-            form = self._nccl if self.device.type == "cuda" else self._gloo
-            self._shared[ranks] = form(name, ranks)
+            if self.device.type == "cuda":
+                self._shared[ranks] = self._nccl(name, ranks, self.device)
+            else:
+                self._shared[ranks] = self._gloo(name, ranks)
         return self._shared[ranks]
 
     def _gloo(self, name: str, ranks: tuple[int, ...]) -> GlooWire:
@@ -365,10 +370,7 @@ class Epoch:
         self._keep(wire)
         return wire
 
-    def _nccl(self, name: str, ranks: tuple[int, ...]) -> NcclWire:
-        assert self._gpu is not None  # noqa: S101 - it said that it has one
-        device = torch.device("cuda", self._gpu)
-        torch.cuda.set_device(device)  # of this thread
+    def _nccl(self, name: str, ranks: tuple[int, ...], device: torch.device) -> NcclWire:
         with self._forming(ranks):
             wire = NcclWire(self._substore(name), ranks.index(self.rank), len(ranks), device)
         self._keep(wire)
@@ -384,7 +386,7 @@ class Epoch:
     def _forming(self, ranks: Sequence[int]) -> Iterator[None]:
         """The library connects these members; nothing ends that but its own timeout."""
         others = tuple(rank for rank in ranks if rank != self.rank)
-        self._awaited = others
+        self._posting.awaited = others
         self._connecting = True
         try:
             with self.translated(*others):
@@ -411,19 +413,17 @@ class Epoch:
             raise BackendUnavailable("the group isn't formed")
         return self._payload
 
-    def complete(self, work: Work, *peers: int, meanwhile: Callable[[], None] = nothing) -> None:
-        """Wait for an operation with these members.
-
-        Args:
-            meanwhile: what else can be done; it never waits.
+    def complete(self, work: Work, *peers: int) -> None:
+        """On one of the threads: wait for an operation with these members.
 
         Raises:
             PeerLost: one of them is gone, or gave up; says which.
             TransferTimeout: nothing came.
         """
-        self._awaited = peers
+        worker = self._arriving if self._arriving.is_this else self._posting
+        worker.awaited = peers
         with self.translated(*peers):
-            work.wait(self._seconds(), meanwhile)
+            work.wait(self._seconds())
 
     @contextlib.contextmanager
     def translated(self, *peers: int) -> Iterator[None]:
@@ -435,8 +435,7 @@ class Epoch:
                 f"no message from {', '.join(self._names(peers))} in time: check that it is alive"
             ) from error
         except WireBroken as error:
-            if self._giving_up.is_set():
-                raise TransferError(self._reason) from error
+            self._refuse_late()
             self._await_cause()
             lost = self._gone(peers) if len(peers) > 1 else peers
             who = " or ".join(self._names(lost or peers))
@@ -468,11 +467,11 @@ class Epoch:
         """Those to whom nothing can be sent any more; empty where that can't be told."""
         if self._control is None:
             return ()
-        nothing = torch.empty(1, dtype=torch.uint8)
+        probe = torch.empty(1, dtype=torch.uint8)
         gone = []
         for peer in peers:
             try:
-                self._control.send(nothing, peer, _PROBE_TAG)
+                self._control.send(probe, peer, _PROBE_TAG)
             except WireBroken:
                 gone.append(peer)
         return tuple(gone)

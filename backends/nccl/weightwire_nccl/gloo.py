@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightwire.gloo import end_group
-from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work, nothing
+from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 
 __all__ = ["GlooWire"]
 
@@ -87,8 +86,7 @@ class _GlooWork(Work):
         self._work = work
         self._tensor = tensor
 
-    def wait(self, seconds: float, meanwhile: Callable[[], None] = nothing) -> None:
-        meanwhile()
+    def wait(self, seconds: float) -> None:
         try:
             self._work.wait(datetime.timedelta(seconds=max(0.001, seconds)))
         except RuntimeError as error:

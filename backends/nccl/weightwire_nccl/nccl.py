@@ -13,16 +13,16 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightwire.errors import ConfigError
-from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work, nothing
+from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 
-__all__ = ["NcclWire", "gpu_here"]
+__all__ = ["NcclWire", "gpu_here", "use_own_stream"]
 
 _NEVER = datetime.timedelta(days=365)
 _QUIET = {
@@ -64,6 +64,12 @@ def gpu_here(library: str, device: torch.device) -> tuple[int | None, str, str]:
     return index, str(torch.cuda.get_device_properties(index).uuid), ""
 
 
+def use_own_stream(device: torch.device) -> None:
+    """Let this thread's copies and waits hold up no other thread's."""
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch
+
+
 class NcclWire(Wire):
     """Forms a group on the current GPU; blocks until every rank has come.
 
@@ -71,8 +77,6 @@ class NcclWire(Wire):
         store: a torch store of this group alone.
         device: this process's GPU.
     """
-
-    in_order = True  # a group that is connected eagerly has one stream for all of them
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         from torch.distributed import ProcessGroupNCCL
@@ -102,12 +106,25 @@ class NcclWire(Wire):
         options.asyncOp = True
         return self._posted(lambda group: group.broadcast([tensor], options), tensor)
 
-    def _posted(self, post: Any, tensor: Tensor) -> Work:
+    def together(self, post: Callable[[], Sequence[Work]]) -> Sequence[Work]:
+        with self._broken():
+            self._group._start_coalescing()
+        works = post()  # what raises here ends the thread, whose libraries count what was begun
+        with self._broken():
+            ends = self._group._end_coalescing()
+        return [_NcclWork(ends, works, self.device, self._aborted)]
+
+    def _posted(self, post: Callable[[Any], Any], tensor: Tensor) -> Work:
+        with self._broken():
+            # torch's NCCL stream waits for the current one: everything staged there is seen.
+            return _NcclWork(post(self._group), tensor, self.device, self._aborted)
+
+    @contextlib.contextmanager
+    def _broken(self) -> Iterator[None]:
         if self._aborted.is_set():
             raise WireBroken("the group was aborted")
         try:
-            # torch's NCCL stream waits for the current one: everything staged there is seen.
-            return _NcclWork(post(self._group), tensor, self._aborted)
+            yield
         except RuntimeError as error:
             raise WireBroken(str(error).splitlines()[0]) from error
 
@@ -133,22 +150,24 @@ class NcclWire(Wire):
 
 
 class _NcclWork(Work):
-    def __init__(self, work: Any, tensor: Tensor, aborted: threading.Event) -> None:
+    """An operation, or several that left as one; it keeps their tensors."""
+
+    def __init__(
+        self, work: Any, kept: object, device: torch.device, aborted: threading.Event
+    ) -> None:
         self._work = work
-        self._tensor = tensor
+        self._kept = kept
+        self._device = device
         self._aborted = aborted
 
-    def wait(self, seconds: float, meanwhile: Callable[[], None] = nothing) -> None:
+    def wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         pause = _FIRST_PAUSE
         try:
             self._work.wait()  # doesn't block: the current stream follows the operation's
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-            done.record(torch.cuda.current_stream(self._tensor.device))
-            while True:
-                meanwhile()
-                if done.query():
-                    break
+            done.record(torch.cuda.current_stream(self._device))
+            while not done.query():
                 if self._aborted.is_set():
                     raise WireBroken("the group was aborted")
                 if time.monotonic() > end:

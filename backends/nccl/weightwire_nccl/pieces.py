@@ -3,7 +3,8 @@
 A reader's plan is its regions.  Intersected with an owner's shards they are
 *pieces*, boxes of one tensor.  A large piece is a message of its own, split
 where it exceeds a bucket, so that it can leave from and land in the tensors
-themselves; small ones are packed one after another.
+themselves; small ones are packed one after another.  Messages that follow each
+other leave together, as a *batch*, which one bucket can hold.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weightwire.layout import intersection
 from weightwire.table import Region, Shard, TensorTable
 
 __all__ = [
+    "Batch",
     "ChannelPlan",
     "GroupShards",
     "Message",
@@ -37,7 +39,7 @@ LARGE = 256 << 10
 """Bytes from which on a piece travels by itself."""
 
 PACKED = 16 << 20
-"""Most bytes of a packed message: the next is packed while this one travels."""
+"""Most bytes of a packed message: over Gloo the next is packed while this one travels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +71,26 @@ class Message:
     nbytes: int
 
 
+Batch = tuple[Message, ...]
+
+
 class ChannelPlan:
     """What one owner sends to the readers of one plan, group by group.
+
+    Args:
+        bucket_bytes: most bytes of a batch.
 
     Attributes:
         nbytes: payload of all groups.
     """
 
-    def __init__(self, groups: Mapping[int, tuple[Message, ...]]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Mapping[int, Sequence[Message]], bucket_bytes: int) -> None:
+        self._groups = {
+            group: tuple(_batches(messages, bucket_bytes)) for group, messages in groups.items()
+        }
         self.nbytes = sum(m.nbytes for messages in groups.values() for m in messages)
 
-    def of_group(self, group: int) -> tuple[Message, ...]:
+    def of_group(self, group: int) -> tuple[Batch, ...]:
         return self._groups.get(group, ())
 
     @property
@@ -113,8 +123,8 @@ class ReadPlan:
                 for piece in self._pieces(position, region, shard)
             ]
             if pieces:
-                groups[group] = tuple(self._messages(pieces))
-        return ChannelPlan(groups)
+                groups[group] = list(self._messages(pieces))
+        return ChannelPlan(groups, self._bucket_bytes)
 
     def _pieces(self, position: int, region: Region, shard: Shard) -> Iterator[Piece]:
         common = intersection(region, shard)
@@ -143,6 +153,20 @@ class ReadPlan:
             nbytes += piece.nbytes
         if packed:
             yield Message(tuple(packed), nbytes)
+
+
+def _batches(messages: Sequence[Message], most: int) -> Iterator[Batch]:
+    """Runs of messages of at most ``most`` bytes together, or of one."""
+    batch: list[Message] = []
+    nbytes = 0
+    for message in messages:
+        if batch and nbytes + message.nbytes > most:
+            yield tuple(batch)
+            batch, nbytes = [], 0
+        batch.append(message)
+        nbytes += message.nbytes
+    if batch:
+        yield tuple(batch)
 
 
 def _split(

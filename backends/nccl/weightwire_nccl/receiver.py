@@ -13,9 +13,9 @@ from torch import Tensor
 from weightwire.contract import Context, Offer, ReceiverTransport, Seal, decode_message
 from weightwire.errors import ConfigError, TableMismatch, TransferError
 from weightwire.table import Region, TensorTable
-from weightwire_nccl.channels import Channel, Reader, Wanted, seal_bound, send_plan
+from weightwire_nccl.channels import Channel, Reader, seal_bound, send_plan
 from weightwire_nccl.config import NcclConfig
-from weightwire_nccl.epoch import Epoch, Job
+from weightwire_nccl.epoch import Epoch
 from weightwire_nccl.meeting import machine, own_address
 from weightwire_nccl.nccl import gpu_here
 from weightwire_nccl.pieces import ChannelPlan, ReadPlan, encode_regions, shards_by_owner
@@ -23,6 +23,7 @@ from weightwire_nccl.records import PROTOCOL, Member, Opening, ReaderInfo, Sende
 from weightwire_nccl.route import by_plan, owners_of, refuse_unlike, refuse_unreachable
 from weightwire_nccl.sender import describe_route, plan_digest
 from weightwire_nccl.staging import Staging
+from weightwire_nccl.workers import Job
 
 __all__ = ["NcclReceiver"]
 
@@ -46,7 +47,7 @@ class NcclReceiver(ReceiverTransport):
         self._epoch: Epoch | None = None
         self._end: Reader | None = None
         self._known: frozenset[str] = frozenset()
-        self._posted: dict[int, Job[list[Seal]]] = {}
+        self._posted: dict[int, Job[Job[list[Seal]]]] = {}
         self._arenas: list[Tensor] = []
         self._turn = 0
 
@@ -116,13 +117,14 @@ class NcclReceiver(ReceiverTransport):
         if epoch.device.type == "cpu":
             self._refuse_gpu(regions)
         fence = epoch.payload.fence()
-        self._posted[group] = epoch.submit(end.want(Wanted(group, regions, fence)))
+        self._posted[group] = epoch.submit(partial(end.fetch_group, group, regions, fence))
 
     def fetch(self, group: int, regions: Mapping[int, Tensor]) -> Sequence[Seal]:
         epoch, _ = self._opened()
         if group not in self._posted:
             self.post(group, regions)
-        return epoch.wait(self._posted.pop(group), f"message of group {group}")
+        what = f"message of group {group}"
+        return epoch.wait(epoch.wait(self._posted.pop(group), what), what)
 
     def finish(self) -> None:
         """Every owner has its credits since the last group arrived."""
@@ -178,7 +180,7 @@ class NcclReceiver(ReceiverTransport):
         epoch.enter(opening, me)
         self._tell_plan(epoch, opening, fresh=fresh)
         channels = self._channels(epoch, opening)
-        staging = Staging(epoch.device, self._config.bucket_bytes)
+        staging = Staging(epoch.device, epoch.join)
         if self._end is not None and not fresh:
             staging = self._end.staging
         self._end = Reader(epoch, staging, channels, self._regions, self._seals)

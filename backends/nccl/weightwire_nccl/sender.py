@@ -13,9 +13,9 @@ from torch import Tensor
 from weightwire.contract import Context, Offer, Seal, SenderTransport, decode_message
 from weightwire.errors import ConfigError, TableMismatch, TransferError, WeightWireError
 from weightwire.table import TensorTable
-from weightwire_nccl.channels import Channel, Owner, Sent, receive_plan, seal_bound
+from weightwire_nccl.channels import Channel, Owner, receive_plan, seal_bound
 from weightwire_nccl.config import NcclConfig
-from weightwire_nccl.epoch import Epoch, Job
+from weightwire_nccl.epoch import Epoch
 from weightwire_nccl.meeting import Server, machine, own_address
 from weightwire_nccl.nccl import gpu_here
 from weightwire_nccl.pieces import (
@@ -41,6 +41,7 @@ from weightwire_nccl.route import (
     refuse_unreachable,
 )
 from weightwire_nccl.staging import Staging
+from weightwire_nccl.workers import Job
 
 __all__ = ["NcclSender"]
 
@@ -74,7 +75,7 @@ class NcclSender(SenderTransport):
         self._epoch: Epoch | None = None
         self._end: Owner | None = None
         self._plans: dict[str, ChannelPlan] = {}  # of this rank's shards
-        self._under_way: deque[Job[None]] = deque()
+        self._under_way: deque[Job[Job[None]]] = deque()
         self._epochs = 0
         self._last_opening = ""
 
@@ -106,7 +107,7 @@ class NcclSender(SenderTransport):
         if epoch.device.type == "cpu":
             self._refuse_gpu(tensors)
         fence = epoch.payload.fence()
-        self._under_way.append(epoch.submit(end.give(Sent(group, tensors, seal, fence))))
+        self._under_way.append(epoch.submit(partial(end.send_group, group, tensors, seal, fence)))
         self._await(1)
 
     def settle(self) -> None:
@@ -180,7 +181,7 @@ class NcclSender(SenderTransport):
         epoch.enter(opening, members[self._context.rank])
         self._learn_plans(epoch, members, fresh=fresh)
         channels = self._channels(epoch, opening)
-        staging = Staging(epoch.device, self._config.bucket_bytes)
+        staging = Staging(epoch.device, epoch.join)
         if self._end is not None and not fresh:
             staging = self._end.staging
         self._end = Owner(epoch, staging, channels, self._shards, self._seals)
@@ -280,7 +281,8 @@ class NcclSender(SenderTransport):
         """Return when at most so many groups are under way."""
         epoch, _ = self._opened()
         while len(self._under_way) > most:
-            epoch.wait(self._under_way.popleft(), "end of a group's transfer")
+            what = "end of a group's transfer"
+            epoch.wait(epoch.wait(self._under_way.popleft(), what), what)
 
     def _refuse_gpu(self, tensors: Mapping[int, Tensor]) -> None:
         assert self._table is not None  # noqa: S101 - set_table() comes first

@@ -3,57 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightwire.copying import raw_bytes
+from weightwire_nccl.workers import Job
 
-__all__ = ["Staging", "unpack"]
+__all__ = ["Bucket", "Staging", "aligned", "unpack"]
 
 _ALIGNMENT = 64
-_LEAST = 1 << 20
 
 
-class _Bucket:
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.host = self.memory  # its pinned twin, where the wire's device isn't the CPU
-        self.used = 0
-        self.pending: list[Callable[[], None]] = []
-
-    def settle(self) -> None:
-        """Complete what travels to or from here; then all of it is free."""
-        while self.pending:
-            self.pending.pop(0)()
-        self.used = 0
+def aligned(nbytes: int) -> int:
+    """What a message of so many bytes takes of a bucket."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Staging:
-    """Memory for messages that can't leave from, or land in, the tensors themselves.
+class Bucket:
+    """Memory for the messages of one batch.
 
-    Args:
-        device: of the wire.
-        bucket_bytes: most bytes of a bucket; they grow to what is needed.
+    Attributes:
+        memory: on the wire's device.
+        settles: what has to end before it is used again.
     """
 
-    def __init__(self, device: torch.device, bucket_bytes: int) -> None:
-        self._device = device
-        self._bucket_bytes = bucket_bytes
-        self._buckets = (_Bucket(), _Bucket())
-        self._turn = 0
-        self._latest = self._buckets[0]
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.settles: Job[Any] | None = None
+        self._host: Tensor | None = None  # its pinned twin, where something comes from the CPU
+        self._used = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Held on the wire's device."""
-        return sum(bucket.memory.numel() for bucket in self._buckets)
+    def empty(self, nbytes: int) -> None:
+        """Make room for messages that take ``nbytes`` together."""
+        self._used = 0
+        if self.memory.numel() < nbytes:
+            device, self._host = self.memory.device, None
+            del self.memory  # before the new one: never both
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def pack(self, boxes: Sequence[Tensor], nbytes: int) -> Tensor:
         """The boxes' bytes one after another, on the wire's device."""
-        place, host = self._take(nbytes)
-        elsewhere = host is not None and all(box.device.type == "cpu" for box in boxes)
-        into = host if elsewhere and host is not None else place
+        begin = self._used
+        place = into = self.land(nbytes)
+        if place.device.type != "cpu" and all(box.device.type == "cpu" for box in boxes):
+            if self._host is None:
+                size = self.memory.numel()
+                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            into = self._host[begin : begin + nbytes]
         if len(boxes) == 1:
             into.view(boxes[0].dtype).view(boxes[0].shape).copy_(boxes[0])
         elif all(box.device == into.device for box in boxes):
@@ -68,34 +66,38 @@ class Staging:
 
     def land(self, nbytes: int) -> Tensor:
         """Memory for a message that arrives."""
-        return self._take(nbytes)[0]
+        begin = self._used
+        self._used += aligned(nbytes)
+        return self.memory[begin : begin + nbytes]
 
-    def when_settled(self, complete: Callable[[], None]) -> None:
-        """What completes the last message: called before its memory is used again."""
-        self._latest.pending.append(complete)
 
-    def drain(self) -> None:
-        """Complete all messages, the oldest first."""
-        self._buckets[1 - self._turn].settle()
-        self._buckets[self._turn].settle()
+class Staging:
+    """Memory for messages that can't leave from, or land in, the tensors themselves.
 
-    def _take(self, nbytes: int) -> tuple[Tensor, Tensor | None]:
-        need = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    Args:
+        device: of the wire.
+        join: waits for the end of what settles a bucket.
+    """
+
+    def __init__(self, device: torch.device, join: Callable[[Job[Any]], Any]) -> None:
+        self._buckets = (Bucket(device), Bucket(device))
+        self._turn = 0
+        self._join = join
+
+    @property
+    def nbytes(self) -> int:
+        """Held on the wire's device."""
+        return sum(bucket.memory.numel() for bucket in self._buckets)
+
+    def take(self, nbytes: int) -> Bucket:
+        """The next bucket, once what it was used for has settled; it grows to what is needed."""
+        self._turn = 1 - self._turn
         bucket = self._buckets[self._turn]
-        if bucket.used and bucket.used + need > bucket.memory.numel():
-            self._turn = 1 - self._turn
-            bucket = self._buckets[self._turn]
-            bucket.settle()
-        if bucket.memory.numel() < need:
-            size = max(need, min(_LEAST, self._bucket_bytes))
-            bucket.memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            if self._device.type != "cpu":
-                bucket.host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        begin = bucket.used
-        bucket.used += need
-        self._latest = bucket
-        host = None if self._device.type == "cpu" else bucket.host[begin : begin + nbytes]
-        return bucket.memory[begin : begin + nbytes], host
+        if bucket.settles is not None:
+            self._join(bucket.settles)
+            bucket.settles = None
+        bucket.empty(nbytes)
+        return bucket
 
 
 def unpack(flat: Tensor, boxes: Sequence[Tensor]) -> None:

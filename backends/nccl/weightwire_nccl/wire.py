@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ __all__ = ["Wire", "WireBroken", "WireLate", "Work", "nothing"]
 
 
 def nothing() -> None:
-    """There is nothing to do: no device to wait for, or nothing meanwhile."""
+    """There is nothing to do."""
 
 
 class WireBroken(Exception):
@@ -27,12 +27,10 @@ class Work(ABC):
     """An operation under way.  It keeps its tensor alive."""
 
     @abstractmethod
-    def wait(self, seconds: float, meanwhile: Callable[[], None] = nothing) -> None:
+    def wait(self, seconds: float) -> None:
         """Return when the tensor may be used again (sent), or holds what came.
 
-        Args:
-            meanwhile: called at least once before it returns, and now and then where the
-                library lets a wait be looked at.
+        From any thread, whoever posted it.
 
         Raises:
             WireLate: after ``seconds``.
@@ -41,16 +39,13 @@ class Work(ABC):
 
 
 class Wire(ABC):
-    """One communicator.  All methods but ``abort`` are called on one thread.
+    """One communicator.  What carries payload is posted on one thread.
 
     Attributes:
         device: where its tensors lie.
-        in_order: operations end in the order in which they were posted, whoever their
-            peers are: one that has ended shows that all before it have.
     """
 
     device: torch.device
-    in_order = False
 
     @abstractmethod
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -64,6 +59,14 @@ class Wire(ABC):
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Every rank calls it, in the same order."""
 
+    def together(self, post: Callable[[], Sequence[Work]]) -> Sequence[Work]:
+        """Let what ``post`` posts leave as one, where the library can.
+
+        Returns:
+            What completes all of it.  A broadcast's ranks all post the same together.
+        """
+        return post()
+
     def fence(self) -> Callable[[], None]:
         """Mark what the calling thread has enqueued on its device.
 
@@ -73,7 +76,7 @@ class Wire(ABC):
         return nothing
 
     def flush(self) -> None:
-        """Return when the wire's thread's own copies are done."""
+        """Return when the calling thread's own copies are done."""
 
     @abstractmethod
     def abort(self) -> None:
