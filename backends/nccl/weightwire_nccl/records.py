@@ -30,7 +30,7 @@ __all__ = [
     "digest_of",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Text = Annotated[str, Meta(max_length=256)]
 Digest = Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")]
