@@ -293,7 +293,7 @@ def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str,
     """What others do on the same work."""
     found: dict[str, Any] = {}
     setup = {"model": model, "store": str(work / f"peers-{model}")}
-    nbytes = 2 * sum(int(torch.Size(shape).numel()) for shape in MODELS[model]().values())
+    nbytes = payload(model)
     with processes(devices, ("peer", "peer"), setup) as ranks:
         for rank, process in enumerate(ranks):
             process.start("open", rank=rank)
@@ -310,13 +310,18 @@ def peers(devices: list[str], model: str, repeats: int, work: Path) -> dict[str,
     return found
 
 
+def payload(model: str) -> int:
+    """Bytes of a version, in bfloat16."""
+    return 2 * sum(int(torch.Size(shape).numel()) for shape in MODELS[model]().values())
+
+
 def cases(
-    backends: list[str], models: list[str], group_bytes: int, bucket_bytes: int
+    backends: list[str], models: list[str], group_bytes: int | None, bucket_bytes: int
 ) -> Iterator[dict[str, Any]]:
     """What is measured: with two slots on both sides, and once with one."""
     for model in models:
         base = {"model": model, "master": False, "overlap": True, "verify": "sample",
-                "group_bytes": group_bytes}  # fmt: skip
+                "group_bytes": group_bytes or -(-payload(model) // 15)}  # fmt: skip
         if "nccl" in backends:
             for mode in ("p2p", "broadcast"):
                 backend = {"backend": "nccl", "mode": mode, "bucket_bytes": bucket_bytes}
@@ -326,8 +331,11 @@ def cases(
             yield {**base, "backend": {"backend": "nixl"}}
         if model == "qwen3-8b":
             for name in backends:
-                yield {**base, "backend": {"backend": name}, "overlap": False}
-                yield {**base, "backend": {"backend": name}, "master": True}
+                backend = {"backend": name}
+                if name == "nccl":
+                    backend["bucket_bytes"] = bucket_bytes
+                yield {**base, "backend": backend, "overlap": False}
+                yield {**base, "backend": backend, "master": True}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -378,8 +386,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.6, help="of the ceilings")
     parser.add_argument("--kinds", default="qwen3,qwen3_moe:fp8_per_block,dp:qwen3_moe",
                         help="of vLLM engines")  # fmt: skip
-    parser.add_argument("--group-bytes", type=int, default=4 << 30)
-    parser.add_argument("--bucket-bytes", type=int, default=256 << 20, help="of nccl")
+    parser.add_argument("--group-bytes", type=int, help="a fifteenth of the model unless said")
+    parser.add_argument("--bucket-bytes", type=int, default=1 << 30, help="of nccl")
     parser.add_argument("--parts", default=",".join(PARTS), help="of the benchmark, in order")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -422,7 +430,9 @@ def main() -> None:
                     keep()
             elif part == "peers":
                 for model in models:
-                    result["peers"] |= peers(devices, model, options.repeats, work)
+                    with attempt(result["peers"], f"{model}, others"):
+                        result["peers"] |= peers(devices, model, options.repeats, work)
+                    keep()
             elif part == "faults":
                 for backend in backends:
                     # NCCL takes each GPU once: there a trainer has one, and its replica the other.

@@ -19,13 +19,16 @@ from torch import Tensor
 
 __all__ = ["allocate", "is_shareable"]
 
+_PAGE_NBYTES = 2 << 20
+"""The driver backs what isn't whole pages of this size by smaller ones, which another GPU reads
+at three quarters of the rate (301 rather than 391 GB/s over NVLink, on H200s)."""
 _SUCCESS = 0
 _OUT_OF_MEMORY = 2
 _HANDLE_NBYTES = 64
 
 
 def allocate(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of its own on a CUDA device.
+    """Memory of its own on a CUDA device, in whole pages of the driver.
 
     It lives as long as a tensor that views it, and is given back to the driver then, not
     to torch's cache.
@@ -44,10 +47,11 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context is current from here on
         free, _ = torch.cuda.mem_get_info(device)
-        if free < nbytes:
+        whole = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        if free < whole:
             torch.cuda.empty_cache()  # what torch keeps and doesn't use is the driver's again
         address = ctypes.c_uint64()
-        code = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
+        code = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(whole))
     if code == _OUT_OF_MEMORY:
         raise torch.cuda.OutOfMemoryError(f"{nbytes} bytes on {device} can't be allocated")
     if code != _SUCCESS:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ends_of_two import SECONDS, TwoEnds, two_ends
 
-from weightwire.contract import Policy, Seal
-from weightwire.deadline import Deadline, Watch
+from weightwire.contract import Seal
 from weightwire.errors import PeerLost, TableMismatch, TransferError
-from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
-from weightwire_nccl.channels import Channel, Owner, Reader, seal_bound
-from weightwire_nccl.epoch import Epoch
-from weightwire_nccl.meeting import Server
-from weightwire_nccl.pieces import ReadPlan, shards_by_owner
-from weightwire_nccl.records import Member, Opening
-from weightwire_nccl.staging import Staging
+from weightwire.table import Group, Shard, TensorEntry, TensorTable
+from weightwire_nccl.channels import Owner, Reader
 from weightwire_nccl.wire import nothing
 
 GROUPS = 4
@@ -32,43 +26,12 @@ TABLE = TensorTable(
     ),
     groups=tuple(Group((i,)) for i in range(GROUPS)),
 )
-REGIONS = [Region.whole(i, entry) for i, entry in enumerate(TABLE.tensors)]
-MEMBERS = (
-    Member("sender", True, 0, "a" * 16, ""),
-    Member("replica-0", False, 0, "b" * 16, "c" * 32),
-)
-SECONDS = 20.0
 
 
 @pytest.fixture
-def ends() -> Iterator[SimpleNamespace]:
-    """An owner and a reader in a group of two, each with its own threads."""
-    server = Server("127.0.0.1")
-    opening = Opening(Policy(1, 1), epoch="group", generation=1, members=MEMBERS)
-    epochs = []
-    for _ in MEMBERS:
-        watch = Watch()
-        watch.start(Deadline(SECONDS))
-        epochs.append(Epoch(watch, "127.0.0.1", (server.host, server.port), None))
-    entering = [
-        epoch.submit(partial(epoch.enter, opening, member))
-        for epoch, member in zip(epochs, MEMBERS, strict=True)
-    ]
-    for epoch, job in zip(epochs, entering, strict=True):
-        epoch.wait(job, "member")
-    shards = shards_by_owner(TABLE)[0]
-    plan = ReadPlan(TABLE, REGIONS, 1 << 20).channel(shards)
-    channels = [Channel(0, (1,), plan, b"\0" * 16)]
-    seals = [seal_bound(1)] * GROUPS
-    staging = [Staging(torch.device("cpu"), epoch.join) for epoch in epochs]
-    owner = Owner(epochs[0], staging[0], channels, shards, seals)
-    reader = Reader(epochs[1], staging[1], channels, REGIONS, {0: seals})
-    for end in (owner, reader):
-        end.start(opening.policy)
-    yield SimpleNamespace(owner=owner, reader=reader)
-    for epoch in epochs:
-        epoch.close()
-    server.close()
+def ends() -> Iterator[TwoEnds]:
+    with two_ends(TABLE) as ends:
+        yield ends
 
 
 def send(end: Owner, group: int, tensor: torch.Tensor) -> Any:
@@ -85,22 +48,23 @@ def outcome(job: Any) -> Any:
     return job.outcome()
 
 
-def held_back(end: Owner | Reader) -> Callable[[], None]:
-    """Nothing that this end posts from now on is seen to arrive until the result is called."""
+def held_back(ends: TwoEnds, *which: str) -> Callable[[], None]:
+    """Nothing that these ends post from now on is seen to arrive until the result is called."""
     go_on = threading.Event()
-    end.epoch.settle_later(lambda: go_on.wait(SECONDS))
+    ends.held.append(go_on)
+    for end in which:
+        getattr(ends, end).epoch.settle_later(lambda: go_on.wait(SECONDS))
     return go_on.set
 
 
 def test_groups_are_posted_before_those_ahead_of_them_have_arrived(ends) -> None:
-    go_on = held_back(ends.reader), held_back(ends.owner)
+    go_on = held_back(ends, "owner", "reader")
     memory = [torch.zeros(64, dtype=torch.int32) for _ in range(GROUPS)]
     sends = [send(ends.owner, group, TENSORS[group]) for group in range(GROUPS)]
     fetches = [fetch(ends.reader, group, memory[group]) for group in range(GROUPS)]
     ending = [outcome(job) for job in (*sends, *fetches)]  # posted, each of them
     assert not any(job.done.is_set() for job in ending)
-    for let in go_on:
-        let()
+    go_on()
     assert [outcome(job) for job in ending[GROUPS:]] == [
         [Seal({group: 7 + group}, 0)] for group in range(GROUPS)
     ]
@@ -109,18 +73,26 @@ def test_groups_are_posted_before_those_ahead_of_them_have_arrived(ends) -> None
         assert torch.equal(arrived, sent)
 
 
-def test_a_bucket_isnt_packed_again_before_what_it_held_has_left(ends) -> None:
-    """Tensors that can't travel as they lie: two groups have a bucket each, the third waits."""
-    columns = [torch.stack([tensor, tensor], 1)[:, 0] for tensor in TENSORS]
-    memory = [torch.zeros(64, 2, dtype=torch.int32)[:, 1] for _ in range(GROUPS)]
-    go_on = held_back(ends.owner)
-    sends = [send(ends.owner, group, columns[group]) for group in range(GROUPS)]
+def strided(memory: bool = False) -> list[torch.Tensor]:
+    """Columns, which can't travel as they lie: the values, or memory for them."""
+    if memory:
+        return [torch.zeros(64, 2, dtype=torch.int32)[:, 1] for _ in range(GROUPS)]
+    return [torch.stack([tensor, tensor], 1)[:, 0] for tensor in TENSORS]
+
+
+@pytest.mark.parametrize("which", ["owner", "reader"])
+def test_a_bucket_isnt_used_again_before_what_it_held_is_through(ends, which) -> None:
+    """Two groups have a bucket each; the third waits where nothing is seen to settle."""
+    memory = strided(memory=True)
+    go_on = held_back(ends, which)
+    sends = [send(ends.owner, group, tensor) for group, tensor in enumerate(strided())]
     fetches = [fetch(ends.reader, group, memory[group]) for group in range(GROUPS)]
-    for job in sends[:2]:
+    held, free = (sends, fetches) if which == "owner" else (fetches, sends)
+    for job in held[:2]:
         outcome(job)
-    for group in range(2):
-        outcome(outcome(fetches[group]))
-    assert not sends[2].done.wait(0.1)
+    for job in free[:2]:
+        outcome(outcome(job))
+    assert not held[2].done.wait(0.1)
     go_on()
     for job in (*sends, *fetches):
         outcome(outcome(job))
@@ -140,11 +112,47 @@ def test_ends_that_are_at_different_places_are_told(ends) -> None:
 
 
 def test_what_fails_to_arrive_ends_what_waits_to_be_posted(ends) -> None:
-    """The other side is gone while this one waits for both a payload and an announcement."""
-    memory = torch.zeros(64, dtype=torch.int32)
-    arriving = fetch(ends.reader, 0, memory)
-    ends.owner.epoch.give_up(TransferError("the trainer has had enough"))
-    with pytest.raises(TransferError, match="had enough"):
-        outcome(arriving)
-    with pytest.raises(TransferError, match="had enough"):
-        outcome(ends.reader.epoch.settle_later(nothing))
+    """One thread waits for a payload that fails, the other for an announcement."""
+    first, second = (torch.zeros(64, dtype=torch.int32) for _ in range(2))
+    held_back(ends, "owner")
+    send(ends.owner, 0, TENSORS[0])
+    outcome(outcome(fetch(ends.reader, 0, first)))
+    waiting = fetch(ends.reader, 1, second)
+
+    def fail() -> None:
+        raise TransferError("it didn't arrive")
+
+    with pytest.raises(TransferError, match="didn't arrive"):
+        outcome(ends.reader.epoch.settle_later(fail))
+    with pytest.raises(TransferError, match="didn't arrive"):
+        outcome(waiting)
+
+
+def test_who_gives_up_is_heard_though_its_other_thread_is_busy(ends) -> None:
+    held_back(ends, "reader")
+    sending = send(ends.owner, 0, TENSORS[0])
+    ends.reader.epoch.give_up(TransferError("the engine has had enough"))
+    with pytest.raises(PeerLost, match="had enough"):
+        outcome(sending)
+
+
+def test_closing_with_work_under_way_ends_both_threads(ends) -> None:
+    sends = [send(ends.owner, group, tensor) for group, tensor in enumerate(strided())]
+    ends.owner.epoch.close()
+    for job in sends:  # posted groups fail to arrive, the others to be posted
+        with pytest.raises((TransferError, PeerLost)):
+            outcome(outcome(job))
+    names = {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    assert {"weightwire-nccl", "weightwire-nccl-arriving"} <= names  # the reader's
+    ends.reader.epoch.close()
+    names = {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    assert not {"weightwire-nccl", "weightwire-nccl-arriving"} & names
+
+
+def test_an_error_that_cant_be_told_is_an_error_still(ends) -> None:
+    def fail() -> None:
+        raise TransferError("a name with a surrogate: \ud800")
+
+    job = ends.reader.epoch.submit(fail)
+    with pytest.raises(TransferError, match="surrogate"):
+        outcome(job)

@@ -81,9 +81,12 @@ class _End(ABC):
         self.channels = tuple(channels)
         self.staging = staging
         self._policy = Policy(0, 0)
+        self._has_several_wires = len({id(channel.wire) for channel in channels}) > 1
+        self._latest: tuple[Wire | None, Sequence[Work]] = (None, ())
 
     def start(self, policy: Policy) -> None:
         self._policy = policy
+        self._latest = (None, ())
 
     def _channels_of(self, group: int) -> list[Channel]:
         return [channel for channel in self.channels if channel.plan.of_group(group)]
@@ -135,8 +138,15 @@ class _End(ABC):
             return works
 
         others = tuple(r for r in (channel.owner, *channel.readers) if r != self.epoch.rank)
+        last, under_way = self._latest
+        if wire is not last:
+            # NCCL promises nothing for kernels of several communicators that wait side by side.
+            for work in under_way:
+                work.follow()
         with self.epoch.translated(*others):
             works = wire.together(post) if len(batch) > 1 else post()
+        if self._has_several_wires:
+            self._latest = wire, works
 
         def settle() -> None:
             for work in works:

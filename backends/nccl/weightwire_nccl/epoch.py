@@ -64,7 +64,7 @@ _PROBE_TAG = 9
 
 
 class Epoch:
-    """A member's end of the group; not formed until ``join``.
+    """A member's end of the group; not formed until ``enter``.
 
     Args:
         address: of this process, for the group's own connections.
@@ -167,11 +167,10 @@ class Epoch:
         self._end()
 
     def _end(self) -> None:
-        for worker in self._workers:
-            worker.end()
+        self._posting.end()  # the other thread ends with it: it is given work until then
         # What the library itself connects to can't be hung up on: no use in waiting for that.
         patience = _HANG_UP_SECONDS if self._connecting else _JOIN_SECONDS
-        if not self._connecting and all(worker.join(patience) for worker in self._workers):
+        if not self._connecting and self._posting.join(patience):
             return
         self._giving_up.set()
         for wire in tuple(self._all_wires):
@@ -180,14 +179,10 @@ class Epoch:
         while time.monotonic() < end:
             if self._client is not None:
                 self._client.hang_up()  # again: it retries while it connects
-            if all(worker.join(_LAST_PAUSE) for worker in self._workers):
+            if self._posting.join(_LAST_PAUSE):
                 return
-        # The library is still connecting to a process that came and then stood still.
-        log.warning("the thread of a group that wasn't formed ends within %g s", _FORM_SECONDS)
-
-    @property
-    def _workers(self) -> tuple[Worker, Worker]:
-        return self._arriving, self._posting
+        # The library may still be connecting to a process that came and then stood still.
+        log.warning("a group's threads haven't ended yet; they will within %g s", _FORM_SECONDS)
 
     # ------------------------------------------------------------------ the group's threads
 
@@ -199,7 +194,8 @@ class Epoch:
         """On the posting thread: the outcome of what the other one does."""
         self._posting.awaited = ()
         if not job.done.wait(self._seconds()):
-            raise TransferTimeout(f"no sign of {', '.join(self._names(self._awaited()))}")
+            who = ", ".join(self._names(self._arriving.awaited)) or "what travels"
+            raise TransferTimeout(f"no sign of {who}: check that every member is alive")
         return job.outcome()
 
     def _refuse_late(self) -> None:
@@ -218,9 +214,11 @@ class Epoch:
                 first = (str(error).splitlines() or [""])[0]
                 told = isinstance(error, PeerLost)  # names the one who failed already
                 self._reason = first if told else f"{self._me} gave up: {first}"
-        self._tell_reason()
-        for wire in tuple(self._all_wires):
-            wire.abort()
+        try:
+            self._tell_reason()
+        finally:
+            for wire in tuple(self._all_wires):
+                wire.abort()
         return error
 
     def _tell_reason(self) -> None:
@@ -229,9 +227,10 @@ class Epoch:
                 self._client.first(f"why/{self.id}", self._reason)
 
     def _leave(self) -> None:
-        self._arriving.join(_JOIN_SECONDS)
         if self._giving_up.is_set():
             self._tell_reason()
+        self._arriving.end()
+        self._arriving.join(_JOIN_SECONDS)
         self._drop_group()
         for client in (self._client, self._second):
             if client is not None:

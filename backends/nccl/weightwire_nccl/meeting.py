@@ -101,7 +101,7 @@ class Server:
 
 
 class Client:
-    """A connection to the store; used on one thread, hung up on from any.
+    """A connection to the store, which takes one operation at a time; hung up on from any thread.
 
     Args:
         who: whose server it is, for messages.
@@ -177,6 +177,7 @@ class Client:
 
     def first(self, key: str, text: str) -> str:
         """Write a text at ``key`` unless somebody has; returns what is there."""
+        text = text.encode("utf-8", "replace").decode()  # what isn't Unicode can't be sent
         try:
             return bytes(self.store.compare_set(key, "", text)).decode("utf-8", "replace")
         except RuntimeError as error:

@@ -83,6 +83,8 @@ class NcclWire(Wire):
 
         self.device = device
         self._aborted = threading.Event()
+        self._aborting = threading.Lock()
+        self._is_ended = False
         options = ProcessGroupNCCL.Options()
         options._timeout = _NEVER
         with _quiet():
@@ -109,7 +111,7 @@ class NcclWire(Wire):
     def together(self, post: Callable[[], Sequence[Work]]) -> Sequence[Work]:
         with self._broken():
             self._group._start_coalescing()
-        works = post()  # what raises here ends the thread, whose libraries count what was begun
+        works = post()  # what raises here ends the group: this thread posts nothing any more
         with self._broken():
             ends = self._group._end_coalescing()
         return [_NcclWork(ends, works, self.device, self._aborted)]
@@ -137,10 +139,12 @@ class NcclWire(Wire):
         torch.cuda.current_stream(self.device).synchronize()
 
     def abort(self) -> None:
-        if not self._aborted.is_set():
-            self._aborted.set()
-            with contextlib.suppress(RuntimeError):
-                self._group.abort()
+        self._aborted.set()
+        with self._aborting:  # who comes second returns when nothing moves any more, too
+            if not self._is_ended:
+                self._is_ended = True
+                with contextlib.suppress(RuntimeError):
+                    self._group.abort()
 
     def close(self) -> None:
         if self._group is not None:
@@ -159,6 +163,10 @@ class _NcclWork(Work):
         self._kept = kept
         self._device = device
         self._aborted = aborted
+
+    def follow(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the next wait says so
+            self._work.wait()  # doesn't block: the current stream follows the operation's
 
     def wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds

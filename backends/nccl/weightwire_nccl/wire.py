@@ -37,6 +37,9 @@ class Work(ABC):
             WireBroken: the peer is gone, or the wire was aborted.
         """
 
+    def follow(self) -> None:
+        """Let what the calling thread posts next, on whatever wire, start after this."""
+
 
 class Wire(ABC):
     """One communicator.  What carries payload is posted on one thread.
@@ -71,7 +74,7 @@ class Wire(ABC):
         """Mark what the calling thread has enqueued on its device.
 
         Returns:
-            To be called on the wire's thread, before it touches that memory.
+            To be called on the thread that posts, before it touches that memory.
         """
         return nothing
 

@@ -83,6 +83,7 @@ class Worker:
                 assert work is not None  # noqa: S101 - a job is run once
                 job.result = work()
             except BaseException as error:
+                job.error = error  # whatever becomes of what follows
                 job.error = self._failed(error)
             finally:
                 del work
