@@ -247,6 +247,10 @@ class SenderTransport(ABC):
     ``slot`` then never returns None.  If False, every tensor lies row by row.  Read before
     ``set_table``; equal on all ranks."""
 
+    put_frees_earlier: bool = False
+    """If True, ``put`` returns once every tensor handed to the puts before it may change: core
+    then stages a group while the one before travels, without ``settle`` between them."""
+
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""
 

@@ -128,7 +128,8 @@ class SendPlan:
             with phases.timed("verify"):
                 digests = look()
             is_staged = self._staged > staged_before and len(self._scratches) > 1
-            if is_staged or (slot is None and self._makes(tensors, layout)):
+            is_made = slot is None and self._makes(tensors, layout)
+            if (is_staged or is_made) and not transport.put_frees_earlier:
                 with phases.timed("wait"):
                     # The next group may take the memory of the one before; and of what is made
                     # for it, transports that queue would hold as much as they like.

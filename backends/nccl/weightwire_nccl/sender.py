@@ -49,6 +49,8 @@ __all__ = ["NcclSender"]
 class NcclSender(SenderTransport):
     """Sends its shards, group by group, to the readers whose plans ask for them."""
 
+    put_frees_earlier = True
+
     def __init__(self, context: Context, config: NcclConfig) -> None:
         self._context = context
         self._config = config
