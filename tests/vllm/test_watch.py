@@ -109,7 +109,7 @@ def test_sigterm_while_requests_end_lets_the_server_serve_on(servers, cold, sess
         with sender_of(session, "B", resume_from=1) as sender:
             sender.send(2)
         a.await_paused()
-        assert watch.end() == 0, watch.lines
+        assert watch.end() == 0, "\n".join(map(str, watch.lines))
         assert not a.paused
     holds(a, cold["A"])
 

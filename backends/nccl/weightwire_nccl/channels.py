@@ -279,6 +279,7 @@ class Owner(_End):
             last = max(channel.plan.groups)
             self._check(self._header(channel, last), _bytes(credit), reader)
         self._credits = []
+        self._latest = (None, ())  # the trainer's tensors are its own again
 
 
 class Reader(_End):

@@ -140,7 +140,7 @@ class Epoch:
         return job.outcome()
 
     def _awaited(self) -> Sequence[int]:
-        """What is posted already comes before what isn't."""
+        """For whom this process waits: what is posted comes before what isn't yet."""
         return self._arriving.awaited or self._posting.awaited
 
     def _witness(self, client: Client) -> Witness:
