@@ -66,7 +66,8 @@ def exchange(sender: Peer, receiver: Peer, version: int) -> None:
     receiver.start("receive", timeout=60)
     # Together: where one waits in vain, the other's answer says why.
     sent, received = {"version": version}, {"version": version, "same": True}
-    assert (sender.answer(), receiver.answer()) == (sent, received)
+    answers = sender.answer(), receiver.answer()
+    assert answers == (sent, received), answers
 
 
 def test_a_restart_of_the_server_holds_nobody_longer_than_it_takes(run_redis, peers):
