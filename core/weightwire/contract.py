@@ -248,8 +248,9 @@ class SenderTransport(ABC):
     ``set_table``; equal on all ranks."""
 
     put_frees_earlier: bool = False
-    """If True, ``put`` returns once every tensor handed to the puts before it may change: core
-    then stages a group while the one before travels, without ``settle`` between them."""
+    """If True, ``put`` returns once every tensor handed to the puts before it may change. With
+    ``overlap`` core then hands a staged group over while the one before travels, and calls no
+    ``settle`` between them."""
 
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""
@@ -291,8 +292,8 @@ class SenderTransport(ABC):
             tensors: by tensor index, contiguous, of the wire dtype and of the
                 shape of the shard this rank owns (of one that lies in blocks of
                 columns, its elements as they lie).  They lie in the slot when
-                there is one; otherwise they are unchanged until ``settle`` or
-                ``finish`` returns.
+                there is one; otherwise they are unchanged until ``settle``,
+                ``finish`` or, with ``put_frees_earlier``, a later ``put`` returns.
             seal: to be handed to whoever fetches this part.
         """
 

@@ -53,7 +53,14 @@ def held_back(ends: TwoEnds, *which: str) -> Callable[[], None]:
     go_on = threading.Event()
     ends.held.append(go_on)
     for end in which:
-        getattr(ends, end).epoch.settle_later(lambda: go_on.wait(SECONDS))
+        is_held = threading.Event()
+
+        def hold(is_held: threading.Event = is_held) -> None:
+            is_held.set()
+            go_on.wait(SECONDS)
+
+        getattr(ends, end).epoch.settle_later(hold)
+        assert is_held.wait(SECONDS)
     return go_on.set
 
 
@@ -137,16 +144,20 @@ def test_who_gives_up_is_heard_though_its_other_thread_is_busy(ends) -> None:
 
 
 def test_closing_with_work_under_way_ends_both_threads(ends) -> None:
-    sends = [send(ends.owner, group, tensor) for group, tensor in enumerate(strided())]
-    ends.owner.epoch.close()
-    for job in sends:  # posted groups fail to arrive, the others to be posted
-        with pytest.raises((TransferError, PeerLost)):
-            outcome(outcome(job))
-    names = {thread.name for thread in threading.enumerate() if thread.is_alive()}
-    assert {"weightwire-nccl", "weightwire-nccl-arriving"} <= names  # the reader's
-    ends.reader.epoch.close()
-    names = {thread.name for thread in threading.enumerate() if thread.is_alive()}
-    assert not {"weightwire-nccl", "weightwire-nccl-arriving"} & names
+    """One has nothing to post, and the other waits for a message that never comes."""
+    epoch = ends.reader.epoch
+    taken = torch.empty(8, dtype=torch.uint8)
+    work = outcome(epoch.submit(lambda: epoch.control.recv(taken, 0, 77)))
+    waiting = epoch.settle_later(partial(epoch.complete, work, 0))
+    assert not waiting.done.wait(0.1)
+    epoch.close()
+    with pytest.raises((TransferError, PeerLost), match="closed its end"):
+        outcome(waiting)
+    assert epoch._posting.join(SECONDS)
+    assert epoch._arriving.join(SECONDS)
+    ends.owner.epoch.close()  # nothing is under way there
+    assert ends.owner.epoch._posting.join(SECONDS)
+    assert ends.owner.epoch._arriving.join(SECONDS)
 
 
 def test_an_error_that_cant_be_told_is_an_error_still(ends) -> None:

@@ -156,11 +156,14 @@ class Epoch:
         """Drop the group; the members learn why.  Never waits long; idempotent."""
         if not self._giving_up.is_set():
             first = (str(error).splitlines() or [""])[0] or type(error).__name__
-            self._reason = f"{self._me} gave up: {first}"
-            self._giving_up.set()
-            for wire in tuple(self._all_wires):
-                wire.abort()
+            self._give_up_for(f"{self._me} gave up: {first}")
         self._end()
+
+    def _give_up_for(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._giving_up.set()
+        for wire in tuple(self._all_wires):
+            wire.abort()
 
     def close(self) -> None:
         """Leave the group in good order: nothing is under way.  Idempotent."""
@@ -172,9 +175,7 @@ class Epoch:
         patience = _HANG_UP_SECONDS if self._connecting else _JOIN_SECONDS
         if not self._connecting and self._posting.join(patience):
             return
-        self._giving_up.set()
-        for wire in tuple(self._all_wires):
-            wire.abort()
+        self._give_up_for(f"{self._me} closed its end")
         end = time.monotonic() + 2 * patience
         while time.monotonic() < end:
             if self._client is not None:
@@ -230,7 +231,9 @@ class Epoch:
         if self._giving_up.is_set():
             self._tell_reason()
         self._arriving.end()
-        self._arriving.join(_JOIN_SECONDS)
+        if not self._arriving.join(_JOIN_SECONDS):  # closed with something under way
+            self._give_up_for(f"{self._me} closed its end")
+            self._arriving.join(_JOIN_SECONDS)
         self._drop_group()
         for client in (self._client, self._second):
             if client is not None:
