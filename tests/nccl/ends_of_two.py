@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from weightwire_nccl.pieces import ReadPlan, shards_by_owner
 from weightwire_nccl.records import Member, Opening
 from weightwire_nccl.staging import Staging
 
-__all__ = ["SECONDS", "TwoEnds", "two_ends"]
+__all__ = ["SECONDS", "TwoEnds", "outcome", "two_ends"]
 
 SECONDS = 20.0
 MEMBERS = (
@@ -76,3 +77,9 @@ def two_ends(table: TensorTable, bucket_bytes: int = 1 << 20) -> Iterator[TwoEnd
         for epoch in epochs:
             epoch.close()
         server.close()
+
+
+def outcome(job: Any) -> Any:
+    """What a job returned, or its error raised."""
+    assert job.done.wait(SECONDS)
+    return job.outcome()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ends_of_two import SECONDS, TwoEnds, two_ends
+from ends_of_two import SECONDS, TwoEnds, outcome, two_ends
 
 from weightwire.contract import Seal
 from weightwire.errors import PeerLost, TableMismatch, TransferError
@@ -41,11 +41,6 @@ def send(end: Owner, group: int, tensor: torch.Tensor) -> Any:
 
 def fetch(end: Reader, group: int, memory: torch.Tensor) -> Any:
     return end.epoch.submit(partial(end.fetch_group, group, {group: memory}, nothing))
-
-
-def outcome(job: Any) -> Any:
-    assert job.done.wait(SECONDS)
-    return job.outcome()
 
 
 def held_back(ends: TwoEnds, *which: str) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from ends_of_two import SECONDS, two_ends
+from ends_of_two import outcome, two_ends
 from torch import Tensor
 
 from weightwire.contract import Seal
@@ -88,9 +88,7 @@ def test_both_ends_post_the_same_together(ours: str, theirs: str) -> None:
             ends.reader.epoch.submit(partial(ends.reader.fetch_group, 0, memory, nothing)),
         ]
         for job in jobs:
-            assert job.done.wait(SECONDS)
-            assert job.outcome().done.wait(SECONDS)
-            job.outcome().outcome()
+            outcome(outcome(job))
         posted = [wire.together_ for wire in wires]
         staged = [end.staging.nbytes for end in (ends.owner, ends.reader)]
     assert posted[0] == posted[1]

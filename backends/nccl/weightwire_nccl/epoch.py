@@ -139,6 +139,10 @@ class Epoch:
                 witness.close()
         return job.outcome()
 
+    def wait_settled(self, job: Job[Job[T]], what: str) -> T:
+        """The result of what a posting leaves to be settled."""
+        return self.wait(self.wait(job, what), what)
+
     def _awaited(self) -> Sequence[int]:
         """For whom this process waits: what is posted comes before what isn't yet."""
         return self._arriving.awaited or self._posting.awaited
@@ -162,6 +166,9 @@ class Epoch:
     def _give_up_for(self, reason: str) -> None:
         self._reason = self._reason or reason
         self._giving_up.set()
+        self._abort_wires()
+
+    def _abort_wires(self) -> None:
         for wire in tuple(self._all_wires):
             wire.abort()
 
@@ -218,8 +225,7 @@ class Epoch:
         try:
             self._tell_reason()
         finally:
-            for wire in tuple(self._all_wires):
-                wire.abort()
+            self._abort_wires()
         return error
 
     def _tell_reason(self) -> None:

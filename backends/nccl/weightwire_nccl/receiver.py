@@ -123,8 +123,7 @@ class NcclReceiver(ReceiverTransport):
         epoch, _ = self._opened()
         if group not in self._posted:
             self.post(group, regions)
-        what = f"message of group {group}"
-        return epoch.wait(epoch.wait(self._posted.pop(group), what), what)
+        return epoch.wait_settled(self._posted.pop(group), f"message of group {group}")
 
     def finish(self) -> None:
         """Every owner has its credits since the last group arrived."""

@@ -283,8 +283,7 @@ class NcclSender(SenderTransport):
         """Return when at most so many groups are under way."""
         epoch, _ = self._opened()
         while len(self._under_way) > most:
-            what = "end of a group's transfer"
-            epoch.wait(epoch.wait(self._under_way.popleft(), what), what)
+            epoch.wait_settled(self._under_way.popleft(), "end of a group's transfer")
 
     def _refuse_gpu(self, tensors: Mapping[int, Tensor]) -> None:
         assert self._table is not None  # noqa: S101 - set_table() comes first
