@@ -252,6 +252,11 @@ class SenderTransport(ABC):
     ``overlap`` core then hands a staged group over while the one before travels, and calls no
     ``settle`` between them."""
 
+    slowed_by_copies: bool = False
+    """If True, copies at the whole bandwidth of a GPU's memory slow down what travels meanwhile.
+    With ``overlap`` core then stages a group beside the one before with copies that leave a
+    third of it.  Read after ``begin``."""
+
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""
 
@@ -362,6 +367,11 @@ class ReceiverTransport(ABC):
 
     path: str = ""
     """How this version's bytes travel, and why so, for reports: read after ``begin``."""
+
+    slowed_by_copies: bool = False
+    """If True, copies at the whole bandwidth of a GPU's memory slow down what arrives meanwhile.
+    With ``overlap`` core then has a group written beside the next one with copies that leave
+    a third of it.  Read after ``begin``."""
 
     def check(self, offer: Offer) -> None:
         """Refuse an offer that this transport can't take: the sender's options are others.

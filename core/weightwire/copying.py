@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-__all__ = ["INTEGERS", "copy_all", "raw_bytes"]
+__all__ = ["INTEGERS", "copy_all", "leaving_bandwidth", "raw_bytes"]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype of an element's size, to see its bits."""
@@ -19,6 +21,24 @@ _CHUNK = 8 << 20  # bytes: long enough to be worth a look at the list of what is
 _THREAD = 32 << 20  # bytes that are worth another thread
 _MOST_THREADS = 8
 _ALONE = 16 << 20  # bytes from which a GPU's own copy is faster than a share of a fused kernel
+
+_leaves: ContextVar[bool] = ContextVar("leaves_bandwidth", default=False)
+
+
+@contextlib.contextmanager
+def leaving_bandwidth(leaves: bool) -> Iterator[None]:
+    """Within it a GPU's own copies by ``copy_all`` take two thirds of its memory's bandwidth.
+
+    Bytes that another GPU reads or writes meanwhile are slowed by copies at all of it.
+
+    Args:
+        leaves: if False, it changes nothing.
+    """
+    token = _leaves.set(leaves or _leaves.get())
+    try:
+        yield
+    finally:
+        _leaves.reset(token)
 
 
 def copy_all(
@@ -36,7 +56,8 @@ def copy_all(
     one at the transfer's other end does).  torch's fused kernel for GPUs takes
     floating-point elements through a wider type, which makes one NaN of all NaNs, so
     that these are copied as integers, and reaches two thirds of the device's bandwidth, so
-    that what is large is copied by itself; casts are torch's own.
+    that what is large is copied by itself, unless bandwidth is to be left to others
+    (``leaving_bandwidth``); casts are torch's own.
 
     Args:
         into: tensors of the shapes of ``of``.
@@ -46,6 +67,7 @@ def copy_all(
     """
     targets, sources = [], []
     plain: list[tuple[Tensor, Tensor]] = []
+    leaves = _leaves.get()
     is_much = in_chunks and sum(to.nbytes for to in into) >= 2 * _THREAD
     with torch.no_grad():
         for to, source in zip(into, of, strict=True):
@@ -57,7 +79,7 @@ def copy_all(
             # Lazily conjugated or negated views have other bits than values.
             is_plain = not (source.is_conj() or source.is_neg())
             if to.dtype == source.dtype and integer is not None and is_plain:
-                if _is_one_span(to, source):
+                if not leaves and _is_one_span(to, source):
                     to.copy_(source, non_blocking=non_blocking)
                     continue
                 targets.append(to.view(integer))

@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 from torch import Tensor
 
 from weightwire.contract import Capabilities, ReceiverTransport, Seal
+from weightwire.copying import leaving_bandwidth
 from weightwire.cuts import Cuts
 from weightwire.deadline import Watch
 from weightwire.digest import Box, Digester, Verify, tensor_key
@@ -168,7 +169,8 @@ class FetchPlan:
             with phases.timed("replay"):
                 _, group, memory, reused = here.posted
                 keep = reused if target.keeps_buffers else frozenset()
-                target.write(group, self._by_region(memory, keep))
+                with leaving_bandwidth(bool(posted) and transport.slowed_by_copies):
+                    target.write(group, self._by_region(memory, keep))
             here = None
             with phases.timed("fetch"):
                 landed = bool(posted) and transport.landed(posted[0].group)

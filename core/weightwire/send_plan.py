@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weightwire.contract import Capabilities, Seal, SenderTransport
+from weightwire.copying import leaving_bandwidth
 from weightwire.deadline import Watch
 from weightwire.digest import Box, Digester, Verify, tensor_key
 from weightwire.errors import PluginError, TableMismatch
@@ -101,6 +102,7 @@ class SendPlan:
                 a stream that yields full ones.
         """
         total = 0
+        is_under_way = False  # a group, while the next one is staged
         for turn, (group, layout, pieces) in enumerate(self._groups):
             watch.check(f"end of group {group}")
             if not layout.places and not pieces:
@@ -112,7 +114,8 @@ class SendPlan:
                 slot = transport.slot(group, layout.nbytes) if layout.places else None
             staged_before = self._staged
             try:
-                with phases.timed("stage"), torch.no_grad():
+                sparing = leaving_bandwidth(is_under_way and transport.slowed_by_copies)
+                with phases.timed("stage"), torch.no_grad(), sparing:
                     staged = self._stage_group(
                         group, layout, pieces, tensors, slot, transport, capabilities, exchange
                     )
@@ -136,6 +139,7 @@ class SendPlan:
                     transport.settle()
             with phases.timed("announce"):
                 transport.put(group, staged, Seal(digests, self._rank))
+            is_under_way = len(self._scratches) > 1
             total = (total + sum(digests.values())) & _MASK
         if isinstance(tensors, Stream):
             with phases.timed("stage"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightwire import copying
-from weightwire.copying import copy_all
+from weightwire.copying import copy_all, leaving_bandwidth
 from weightwire.table import DTYPES
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -22,9 +22,11 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torc
     return raw.view(dtype).reshape(shape).to(device)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex64, torch.complex128])
-def test_equal_dtypes_are_copied_bit_for_bit(dtype, device):
+def test_equal_dtypes_are_copied_bit_for_bit(dtype, device, leaves, monkeypatch):
+    monkeypatch.setattr(copying, "_ALONE", 1000)  # bytes: the first two lie on both sides
     sources = [
         random_bits(dtype, (97, 31), device),
         random_bits(dtype, (64, 64), device).t(),
@@ -33,7 +35,8 @@ def test_equal_dtypes_are_copied_bit_for_bit(dtype, device):
         random_bits(dtype, (0, 3), device),
     ]
     into = [torch.zeros(source.shape, dtype=dtype, device=device) for source in sources]
-    copy_all(into, sources)
+    with leaving_bandwidth(leaves):
+        copy_all(into, sources)
     for to, source in zip(into, sources, strict=True):
         expected = source.contiguous().cpu().reshape(-1).view(torch.uint8)
         assert torch.equal(to.cpu().reshape(-1).view(torch.uint8), expected)

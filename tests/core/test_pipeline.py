@@ -6,6 +6,7 @@ import pytest
 import torch
 from fetching import BareTarget, BareTransport, fetch
 
+from weightwire import copying
 from weightwire.contract import Seal
 from weightwire.digest import box_digest, tensor_key
 from weightwire.errors import VerificationError
@@ -104,3 +105,21 @@ def test_what_arrived_wrong_is_never_written(landed, damaged):
     assert error is not None
     assert f"'{NAMES[damaged]}'" in str(error)
     assert sorted(held) == list(range(damaged))
+
+
+@pytest.mark.parametrize("slowed", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_writing_leaves_bandwidth_to_a_group_that_it_would_slow_down(slowed, overlap):
+    leaves = []
+
+    class Leaving(Recording):
+        def write(self, group, tensors):
+            leaves.append(copying._leaves.get())
+            super().write(group, tensors)
+
+    regions = [Region.whole(i, entry) for i, entry in enumerate(TABLE.tensors)]
+    plan = FetchPlan(TABLE, regions, overlap=overlap)
+    transport = Scripted([], landed=())
+    transport.slowed_by_copies = slowed
+    fetch(plan, transport, Leaving([]), version=1, verify="sample")
+    assert leaves == [slowed and overlap] * 3 + [False]  # beside the last one nothing arrives

@@ -159,8 +159,9 @@ class NixlReceiver(ReceiverTransport):
         replica = offer.roster.index(self._context.member_id)
         self._place = replica * self._context.world_size + self._context.rank
         agent, info = self._opened()
-        routes = {str(self._meet(agent, rank, offer.senders[rank]).route) for rank in info.reads}
-        self.path = "; ".join(sorted(routes)) or "this rank reads nothing"
+        routes = {self._meet(agent, rank, offer.senders[rank]).route for rank in info.reads}
+        self.slowed_by_copies = any(route.is_link for route in routes)
+        self.path = "; ".join(sorted(map(str, routes))) or "this rank reads nothing"
         self.path += f"; {self._fabric}"
 
     def _meet(self, agent: Agent, rank: int, carried: bytes) -> Owner:

@@ -62,6 +62,11 @@ class Route:
     path: PathKind
     why: str
 
+    @property
+    def is_link(self) -> bool:
+        """Whether one GPU reads or writes another's memory, beside what uses that meanwhile."""
+        return self.path == "NVLink or PCIe"
+
     def __str__(self) -> str:
         return f"{'push' if self.push else 'pull'} over {self.path}: {self.why}"
 

@@ -130,7 +130,6 @@ class NixlSender(SenderTransport):
         self._lost = set()
         self._sequence = 0
         self._readers = {}
-        routes = set()
         for receiver_id, ranks in readers.items():
             for rank, carried in enumerate(ranks):
                 try:
@@ -141,7 +140,6 @@ class NixlSender(SenderTransport):
                 except PeerLost as error:
                     self._miss(receiver_id, error)
                     continue
-                routes.add(str(reader.route))
                 self._readers[reader.agent] = reader
                 # Had it left anything under way, it would have come with another agent.
                 self._release_slots(reader)
@@ -149,7 +147,9 @@ class NixlSender(SenderTransport):
                     self._hear(reader, payload)
         self._early.clear()
         self._forget_gone()
-        self.path = "; ".join(sorted(routes)) or "nobody reads from this rank"
+        routes = {reader.route for reader in self._readers.values() if reader.route is not None}
+        self.slowed_by_copies = any(route.is_link for route in routes)
+        self.path = "; ".join(sorted(map(str, routes))) or "nobody reads from this rank"
         self.path += f"; {self._fabric}"
 
     def _meet(self, receiver_id: str, rank: int, carried: bytes) -> Reader:
