@@ -321,7 +321,7 @@ def cases(
     """What is measured: with two slots on both sides, and once with one."""
     for model in models:
         base = {"model": model, "master": False, "overlap": True, "verify": "sample",
-                "group_bytes": group_bytes or -(-payload(model) // 15)}  # fmt: skip
+                "group_bytes": group_bytes or -(-payload(model) // 8)}  # fmt: skip
         if "nccl" in backends:
             for mode in ("p2p", "broadcast"):
                 backend = {"backend": "nccl", "mode": mode, "bucket_bytes": bucket_bytes}
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.6, help="of the ceilings")
     parser.add_argument("--kinds", default="qwen3,qwen3_moe:fp8_per_block,dp:qwen3_moe",
                         help="of vLLM engines")  # fmt: skip
-    parser.add_argument("--group-bytes", type=int, help="a fifteenth of the model unless said")
+    parser.add_argument("--group-bytes", type=int, help="an eighth of the model unless said")
     parser.add_argument("--bucket-bytes", type=int, default=1 << 30, help="of nccl")
     parser.add_argument("--parts", default=",".join(PARTS), help="of the benchmark, in order")
     parser.add_argument("--out", type=Path)

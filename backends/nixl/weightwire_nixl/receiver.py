@@ -228,12 +228,13 @@ class NixlReceiver(ReceiverTransport):
             self._flights[group] = _Flight(parts)
         # What is pushed needs a grant of this rank and no more of it: a thread that looks for
         # news would only take turns with the one that replays.
-        if self._context.overlap and _moves_on(parts):
+        beside = self._context.overlap and _moves_on(parts)
+        if not beside or self._device.type == "cuda":
+            self._advance()  # a GPU's copies take no time of the thread that posts them
+        if beside:
             if self._progress is None:
                 self._progress = Progress(self._step)
             self._progress.wake()
-        else:
-            self._advance()
 
     def _part(self, owner: Owner, group: int, slot: int) -> Pull | Push:
         if not owner.route.push:
