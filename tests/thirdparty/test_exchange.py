@@ -112,6 +112,28 @@ def test_a_killed_trainer_rank_is_named_and_its_successor_is_followed(world: Wor
     exchange(3, world.sender(2), replica)
 
 
+def test_a_trainer_rank_that_stood_still_is_waited_for_again_once_it_goes_on(world: World) -> None:
+    trainer, replica = world.sender(2, lease_ttl=1), world.receiver("replica-0")
+    exchange(1, trainer, replica)
+    for rank in trainer:
+        rank.start("send", version=2, timeout=30)
+    assert replica[0].call("begin", timeout=30) == 2
+    trainer[1].signal(signal.SIGSTOP)
+    failure = trainer[0].failure()
+    assert "PeerLost" in failure.kinds
+    assert "rank 1" in failure.message
+    assert replica[0].start("fetch").failure().kinds[0] in ("PeerLost", "TransferError")
+    trainer[1].signal(signal.SIGCONT)
+    assert trainer[1].failure().kinds
+    # Its rank 0 calls first, and hears nothing of it for a while.
+    trainer[0].start("send", version=3, timeout=30)
+    replica[0].start("receive", timeout=30)
+    time.sleep(0.3)
+    trainer[1].start("send", version=3, timeout=30)
+    assert [report["version"] for report in answers([*trainer, *replica])] == [3] * 3
+    assert replica[0].call("holds", version=3)
+
+
 def test_a_stopped_trainer_is_named_when_the_deadline_has_passed(world: World) -> None:
     # Its lease outlives the deadline: nothing but the wait itself can notice.
     trainer, replica = world.sender(lease_ttl=60), world.receiver("replica-0")

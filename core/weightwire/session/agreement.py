@@ -81,6 +81,8 @@ class Agreement:
         self._round += 1
         if self.alone:
             return
+        if self._siblings is not None:
+            self._siblings.expect()
         if self._round > 2:
             # Everybody has left the round before the last: it was needed to enter the last.
             self._session.delete_tree(self._key(self._round - 2))

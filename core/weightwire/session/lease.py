@@ -156,16 +156,39 @@ class Siblings:
         self._still: dict[int, tuple[int, float]] = {}
         self._processes: dict[int, str] = {}
         self._ended: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._expected = 0  # how often ``expect`` was called
+        self._forgiven: frozenset[int] = frozenset()
         self.lost: frozenset[int] = frozenset()
+
+    def expect(self) -> None:
+        """Something new begins, for which all of them are wanted.
+
+        Who was missed before may be awake again, and has the time of a lease to show it.
+        """
+        with self._lock:
+            self._expected += 1
+            self._forgiven |= self.lost
+            self.lost = frozenset()
 
     def failure(self) -> PeerLost | None:
         """Which of them stood still for a lease while rank 0 looked, or are gone; or None."""
+        with self._lock:
+            expected, forgiven = self._expected, self._forgiven
+            self._forgiven = frozenset()
+        for rank in forgiven:
+            self._still.pop(rank, None)
         ended = self._look_at_processes()
         self._look_at_leases()
         ttl = self._member.record.lease_ttl
         still = {rank for rank, (_, seconds) in self._still.items() if seconds > ttl}
-        self.lost = frozenset(ended | still)
-        return self.describe(self.lost) if self.lost else None
+        lost = frozenset(ended | still)
+        with self._lock:
+            if self._expected != expected:
+                self._forgiven |= lost  # they were missed by what went before
+                return None
+            self.lost = lost
+        return self.describe(lost) if lost else None
 
     def _look_at_processes(self) -> set[int]:
         """Ranks that ended a while ago."""
