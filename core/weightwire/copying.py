@@ -27,9 +27,10 @@ _leaves: ContextVar[bool] = ContextVar("leaves_bandwidth", default=False)
 
 @contextlib.contextmanager
 def leaving_bandwidth(leaves: bool) -> Iterator[None]:
-    """Within it a GPU's own copies by ``copy_all`` take two thirds of its memory's bandwidth.
+    """Within it ``copy_all`` has torch's fused kernel copy what is large on a GPU, too.
 
-    Bytes that another GPU reads or writes meanwhile are slowed by copies at all of it.
+    That takes two thirds of the memory's bandwidth.  What another GPU reads or writes meanwhile is
+    slowed by copies at all of it.  Copies between layouts, which torch doesn't fuse, are as ever.
 
     Args:
         leaves: if False, it changes nothing.
@@ -65,7 +66,7 @@ def copy_all(
         in_chunks: False where torch's own threads are at work before and after, as in an
             engine: they spin for a while after each operation, in the way of ours.
     """
-    targets, sources = [], []
+    fused: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     plain: list[tuple[Tensor, Tensor]] = []
     leaves = _leaves.get()
     is_much = in_chunks and sum(to.nbytes for to in into) >= 2 * _THREAD
@@ -82,16 +83,24 @@ def copy_all(
                 if not leaves and _is_one_span(to, source):
                     to.copy_(source, non_blocking=non_blocking)
                     continue
-                targets.append(to.view(integer))
-                sources.append(source.view(integer))
+                _append(fused, to.view(integer), source.view(integer))
             elif to.dtype == source.dtype:
                 to.copy_(source, non_blocking=non_blocking)
             else:
-                targets.append(to)
-                sources.append(source)
-        if targets:
+                _append(fused, to, source)
+        for targets, sources in fused.values():
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
     _copy_memory(plain)
+
+
+def _append(
+    fused: dict[object, tuple[list[Tensor], list[Tensor]]], to: Tensor, source: Tensor
+) -> None:
+    """To a list that torch copies by one kernel: of one pair of dtypes, laid out alike or not."""
+    key = to.dtype, source.dtype, to.device, source.device, to.stride() == source.stride()
+    targets, sources = fused.setdefault(key, ([], []))
+    targets.append(to)
+    sources.append(source)
 
 
 def _is_one_span(to: Tensor, source: Tensor) -> bool:

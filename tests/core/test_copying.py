@@ -22,11 +22,9 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torc
     return raw.view(dtype).reshape(shape).to(device)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex64, torch.complex128])
-def test_equal_dtypes_are_copied_bit_for_bit(dtype, device, leaves, monkeypatch):
-    monkeypatch.setattr(copying, "_ALONE", 1000)  # bytes: the first two lie on both sides
+def test_equal_dtypes_are_copied_bit_for_bit(dtype, device):
     sources = [
         random_bits(dtype, (97, 31), device),
         random_bits(dtype, (64, 64), device).t(),
@@ -35,8 +33,7 @@ def test_equal_dtypes_are_copied_bit_for_bit(dtype, device, leaves, monkeypatch)
         random_bits(dtype, (0, 3), device),
     ]
     into = [torch.zeros(source.shape, dtype=dtype, device=device) for source in sources]
-    with leaving_bandwidth(leaves):
-        copy_all(into, sources)
+    copy_all(into, sources)
     for to, source in zip(into, sources, strict=True):
         expected = source.contiguous().cpu().reshape(-1).view(torch.uint8)
         assert torch.equal(to.cpu().reshape(-1).view(torch.uint8), expected)
@@ -90,3 +87,44 @@ def test_other_shapes_are_torchs_to_judge():
     assert into.tolist() == [[1, 1, 1]] * 2
     with pytest.raises(RuntimeError, match="size"):
         copy_all([into], [torch.zeros(3, 2)])
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_torch_fuses_is_of_one_pair_of_dtypes_and_large_only_to_leave_bandwidth(
+    leaves, monkeypatch
+):
+    large = random_bits(torch.bfloat16, (100, 100), "cpu")
+    sources = [
+        large,
+        *(random_bits(torch.float32, (3, n), "cpu") for n in (1, 2, 3)),
+        *(random_bits(torch.float16, (4, n), "cpu") for n in (5, 6)),
+        random_bits(torch.bfloat16, (7, 8), "cpu").t(),
+        random_bits(torch.float32, (5,), "cpu"),
+    ]
+    into = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    into[-1] = into[-1].bfloat16()
+    fused = []
+    real = torch._foreach_copy_
+
+    def recording(targets, values, **more):
+        fused.append(
+            [(tuple(to.shape), to.dtype, of.dtype) for to, of in zip(targets, values, strict=True)]
+        )
+        real(targets, values, **more)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", recording)
+    monkeypatch.setattr(copying, "_is_one_span", lambda to, source: source is large)
+    with leaving_bandwidth(leaves):
+        copy_all(into, sources)
+    small = [((4, 5), torch.int16, torch.int16), ((4, 6), torch.int16, torch.int16)]
+    assert sorted(fused, key=str) == sorted(
+        [
+            [((100, 100), torch.int16, torch.int16), *small] if leaves else small,
+            [((3, n), torch.int32, torch.int32) for n in (1, 2, 3)],
+            [((8, 7), torch.int16, torch.int16)],  # not laid out alike
+            [((5,), torch.bfloat16, torch.float32)],
+        ],
+        key=str,
+    )
+    for to, source in zip(into[:-1], sources[:-1], strict=True):
+        assert torch.equal(to.view(torch.uint8), source.contiguous().view(torch.uint8))

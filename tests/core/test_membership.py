@@ -314,36 +314,20 @@ def test_a_rank_that_stands_still_is_missed_by_its_rank_0(session):
     assert not look(siblings, clock, 1.0), "it has woken up"
 
 
-def test_a_rank_that_was_missed_is_expected_anew_by_what_comes_next(session):
-    member, clock = remote(session, world_size=2), Clock()
+def test_a_rank_that_was_missed_isnt_once_it_is_awake_whoever_looks(session):
+    """Nobody looks between two calls, and the next one may begin before the first look."""
+    member, clock = remote(session, world_size=3), Clock()
     siblings = Siblings(session, member, clock)
-    session.write(member.lease_key(1), Lease(3))
+    for rank in (1, 2):
+        session.write(member.lease_key(rank), Lease(3))
     assert look(siblings, clock, 3.0)
-    assert siblings.lost == {1}
-    siblings.expect()
-    assert not siblings.lost, "nobody has looked since"
-    assert not look(siblings, clock, 1.9), "it has a lease's time to show that it is awake"
-    assert look(siblings, clock, 1.0), "it hasn't"
-
-
-def test_a_look_that_began_before_misses_nobody_for_what_comes_next(session, monkeypatch):
-    member, clock = remote(session, world_size=2), Clock()
-    siblings = Siblings(session, member, clock)
-    session.write(member.lease_key(1), Lease(3))
-    assert not look(siblings, clock, 1.9)
-    clock.now += 0.9
-    look_at_leases = siblings._look_at_leases
-
-    def looks_meanwhile() -> None:
-        look_at_leases()
-        siblings.expect()
-
-    monkeypatch.setattr(siblings, "_look_at_leases", looks_meanwhile)
-    assert siblings.failure() is None
-    monkeypatch.undo()
-    assert not siblings.lost
-    assert not look(siblings, clock, 1.9)
-    assert look(siblings, clock, 1.0)
+    assert siblings.missing({1, 2}) == {1, 2}
+    assert siblings.missing({2}) == {2}
+    session.write(member.lease_key(1), Lease(4))
+    assert siblings.missing({1, 2}) == {2}, "it has stood still since"
+    clock.now += 0.5
+    assert "rank 2 is gone" in str(siblings.failure())
+    assert siblings.lost == {2}
 
 
 def test_a_rank_isnt_lost_by_time_in_which_its_rank_0_did_not_look(session):

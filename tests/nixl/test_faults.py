@@ -11,7 +11,7 @@ from process_rig import Side, until
 
 MakeFleet = Callable[..., NixlFleet]
 
-LEASES = {"stopped": 2.0, "killed": 10.0}
+LEASES = {"stopped": 3.0, "killed": 10.0}
 """A stopped process is missed by its lease, a killed one at once: no need to be short of time."""
 REPEATED_LEASES = {"stopped": 4.0, "killed": 10.0}
 """Where many of these run beside each other, each has less of a core."""

@@ -12,6 +12,7 @@ from nixl_transports import Transports, landing, offer, table_of
 from weightwire.contract import decode_message
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.session import process
+from weightwire_nixl import route
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.discovery import frame, unframe
 from weightwire_nixl.wire import ReaderInfo, SenderInfo, encode
@@ -20,6 +21,7 @@ TABLE = table_of()
 DEAD = """
 import os, torch
 from weightwire.session import process
+from weightwire_nixl import route
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.arena import Slots
 agent = Agent("receiver-0")
@@ -121,3 +123,15 @@ def test_an_agent_that_is_closed_says_so() -> None:
     agent.close()
     with pytest.raises(TransferError, match="this agent is closed"):
         agent.add("other", b"", "receiver 'r0' rank 0")
+
+
+@pytest.mark.parametrize("path", ["NVLink or PCIe", "CMA", "RDMA", "one GPU"])
+def test_only_what_travels_between_gpus_is_slowed_by_copies(
+    transports: Transports, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "path_between", lambda sender, reader: path)
+    sender, receiver = transports.sender(TABLE), transports.receiver(TABLE)
+    described = sender.describe()
+    sender.begin(offer(TABLE, described), {"r0": [receiver.describe()]})
+    receiver.begin(offer(TABLE, described))
+    assert sender.slowed_by_copies is receiver.slowed_by_copies is (path == "NVLink or PCIe")

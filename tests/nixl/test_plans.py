@@ -188,7 +188,7 @@ def test_direction_follows_the_path(
     route = choose(ours, theirs, "auto", unsafe_pull=False, who="receiver 'r' rank 0")
     assert (route.path, route.push) == (path, push)
     assert path_between(ours, theirs) == path
-    assert route.is_link is (path == "NVLink or PCIe")
+    assert route.between_gpus is (path == "NVLink or PCIe")
     if path == "TCP":
         with pytest.raises(ConfigError, match="unsafe_pull"):
             choose(ours, theirs, "pull", unsafe_pull=False, who="receiver 'r' rank 0")

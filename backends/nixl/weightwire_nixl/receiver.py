@@ -160,7 +160,7 @@ class NixlReceiver(ReceiverTransport):
         self._place = replica * self._context.world_size + self._context.rank
         agent, info = self._opened()
         routes = {self._meet(agent, rank, offer.senders[rank]).route for rank in info.reads}
-        self.slowed_by_copies = any(route.is_link for route in routes)
+        self.slowed_by_copies = any(route.between_gpus for route in routes)
         self.path = "; ".join(sorted(map(str, routes))) or "this rank reads nothing"
         self.path += f"; {self._fabric}"
 
@@ -229,8 +229,11 @@ class NixlReceiver(ReceiverTransport):
         # What is pushed needs a grant of this rank and no more of it: a thread that looks for
         # news would only take turns with the one that replays.
         beside = self._context.overlap and _moves_on(parts)
-        if not beside or self._device.type == "cuda":
-            self._advance()  # a GPU's copies take no time of the thread that posts them
+        if not beside:
+            self._advance()
+        elif all(part.owner.route.between_gpus for part in parts):
+            with torch.cuda.device(self._device):
+                self._advance()  # the devices copy, not the thread that posts it
         if beside:
             if self._progress is None:
                 self._progress = Progress(self._step)

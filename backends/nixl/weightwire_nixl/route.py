@@ -63,8 +63,8 @@ class Route:
     why: str
 
     @property
-    def is_link(self) -> bool:
-        """Whether one GPU reads or writes another's memory, beside what uses that meanwhile."""
+    def between_gpus(self) -> bool:
+        """Whether one GPU reads or writes another's memory, of the same host."""
         return self.path == "NVLink or PCIe"
 
     def __str__(self) -> str:

@@ -148,7 +148,7 @@ class NixlSender(SenderTransport):
         self._early.clear()
         self._forget_gone()
         routes = {reader.route for reader in self._readers.values() if reader.route is not None}
-        self.slowed_by_copies = any(route.is_link for route in routes)
+        self.slowed_by_copies = any(route.between_gpus for route in routes)
         self.path = "; ".join(sorted(map(str, routes))) or "nobody reads from this rank"
         self.path += f"; {self._fabric}"
 

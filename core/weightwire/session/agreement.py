@@ -81,8 +81,6 @@ class Agreement:
         self._round += 1
         if self.alone:
             return
-        if self._siblings is not None:
-            self._siblings.expect()
         if self._round > 2:
             # Everybody has left the round before the last: it was needed to enter the last.
             self._session.delete_tree(self._key(self._round - 2))
@@ -196,8 +194,8 @@ class Agreement:
     def _refuse_lost(self, ranks: Iterable[int]) -> None:
         """Raise for a rank that answers no more: it stands still, or its process is gone."""
         siblings, ranks = self._siblings, set(ranks)
-        if siblings is not None and ranks & siblings.lost:
-            raise siblings.describe(ranks & siblings.lost)
+        if siblings is not None and (missing := siblings.missing(ranks)):
+            raise siblings.describe(missing)
         for rank in sorted(ranks):
             if siblings is not None:
                 has_ended = siblings.has_ended(rank)

@@ -156,39 +156,27 @@ class Siblings:
         self._still: dict[int, tuple[int, float]] = {}
         self._processes: dict[int, str] = {}
         self._ended: dict[int, float] = {}
-        self._lock = threading.Lock()
-        self._expected = 0  # how often ``expect`` was called
-        self._forgiven: frozenset[int] = frozenset()
         self.lost: frozenset[int] = frozenset()
-
-    def expect(self) -> None:
-        """Something new begins, for which all of them are wanted.
-
-        Who was missed before may be awake again, and has the time of a lease to show it.
-        """
-        with self._lock:
-            self._expected += 1
-            self._forgiven |= self.lost
-            self.lost = frozenset()
 
     def failure(self) -> PeerLost | None:
         """Which of them stood still for a lease while rank 0 looked, or are gone; or None."""
-        with self._lock:
-            expected, forgiven = self._expected, self._forgiven
-            self._forgiven = frozenset()
-        for rank in forgiven:
-            self._still.pop(rank, None)
         ended = self._look_at_processes()
         self._look_at_leases()
         ttl = self._member.record.lease_ttl
         still = {rank for rank, (_, seconds) in self._still.items() if seconds > ttl}
-        lost = frozenset(ended | still)
-        with self._lock:
-            if self._expected != expected:
-                self._forgiven |= lost  # they were missed by what went before
-                return None
-            self.lost = lost
-        return self.describe(lost) if lost else None
+        self.lost = frozenset(ended | still)
+        return self.describe(self.lost) if self.lost else None
+
+    def missing(self, ranks: Iterable[int]) -> frozenset[int]:
+        """Those of ``ranks`` that were missed when ``failure`` looked last, and still are.
+
+        Nobody looks between two calls: who was missed in one may be awake in the next.
+        """
+        return frozenset(
+            rank
+            for rank in self.lost.intersection(ranks)
+            if rank in self._ended or self._counter(rank) <= self._still[rank][0]
+        )
 
     def _look_at_processes(self) -> set[int]:
         """Ranks that ended a while ago."""
@@ -217,10 +205,13 @@ class Siblings:
         # In a longer time between two looks this process may have stood still with the others.
         watched = min(watched, ttl / 2)
         for rank in range(1, self._member.record.world_size):
-            lease = self._session.read(self._member.lease_key(rank), Lease, ordered=False)
-            counter = lease.counter if lease is not None else -1
+            counter = self._counter(rank)
             highest, still = self._still.get(rank, (-2, 0.0))
             self._still[rank] = (counter, 0.0) if counter > highest else (highest, still + watched)
+
+    def _counter(self, rank: int) -> int:
+        lease = self._session.read(self._member.lease_key(rank), Lease, ordered=False)
+        return lease.counter if lease is not None else -1
 
     def describe(self, lost: Iterable[int]) -> PeerLost:
         ttl = self._member.record.lease_ttl
