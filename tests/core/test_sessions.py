@@ -372,7 +372,7 @@ def test_a_stopped_server_is_an_error_and_lets_the_process_end(child):
         "can't be reached (read 'session': it doesn't answer): start the sender"
         in (answer["message"])
     )
-    assert answer["seconds"] < 10  # five, and what a busy machine adds
+    assert answer["seconds"] < 12  # seven, and what a busy machine adds
     assert asker.end(10) == 0
 
 
@@ -409,7 +409,7 @@ def test_a_server_that_is_gone_is_an_error(child, open_session):
     began = time.monotonic()
     with pytest.raises(SessionError, match="start the sender that serves it"):
         session.read("a", Lease)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 8
 
 
 def test_two_names_on_one_server_are_two_sessions(tcp_server, open_session):

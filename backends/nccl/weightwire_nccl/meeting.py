@@ -24,6 +24,9 @@ _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _DISCARD = 9
 _CONNECT_SECONDS = 5.0
+_RESOLVE_SECONDS = 15.0
+"""TCPStore asks for the name of every address that it connects to, for its log: a lost answer of
+the name server costs 5 s, the resolver's own patience.  It needn't cost the connection."""
 
 
 def machine() -> str:
@@ -132,9 +135,10 @@ class Client:
                 self._port,
                 None,
                 is_master=False,
-                timeout=datetime.timedelta(seconds=seconds),
+                timeout=datetime.timedelta(seconds=seconds + _RESOLVE_SECONDS),
                 wait_for_workers=False,
             )
+            self.store.set_timeout(datetime.timedelta(seconds=seconds))
         except (OSError, RuntimeError) as error:
             raise self.gone(error) from error
         self._ports = self._own_ports() - self._others

@@ -47,8 +47,14 @@ _ABSENT = "\x00absent"
 _INDEX = ".index"
 _BELLS = ".bells/"
 _SLACK_LINES = 256
-_OPERATION_SECONDS = 5.0
+_OPERATION_SECONDS = 7.0  # more than a lost answer of the name server costs: see below
 _RETRY_PAUSE = 0.1
+_FIRST_TRY_SECONDS = 2.0
+"""TCPStore asks for the name of every address that it connects to, for its log: a lost answer of
+the name server costs 5 s, the resolver's own patience.  A second try is faster; each may take
+twice as long as the one before, where names take long every time."""
+_RESOLVE_SECONDS = 15.0
+"""For the server, which connects to itself and has one try."""
 _BACKLOG = 1024
 _MOST_BYTES = 8 << 20
 """TCPStore's server ends the connection of whoever sends it more at once."""
@@ -225,19 +231,28 @@ class TcpStore(SessionStore):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._port = listener.getsockname()[1]
-        return TCPStore(
-            self._host,
-            self._port,
-            None,
-            is_master=True,
-            timeout=datetime.timedelta(seconds=_OPERATION_SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            store = TCPStore(
+                self._host,
+                self._port,
+                None,
+                is_master=True,
+                timeout=datetime.timedelta(seconds=_OPERATION_SECONDS + _RESOLVE_SECONDS),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except RuntimeError as error:
+            raise SessionError(
+                f"session {self.url} can't be served ({str(error).splitlines()[0]}): "
+                f"does this host's name server answer for {self._host}?"
+            ) from error
+        store.set_timeout(datetime.timedelta(seconds=_OPERATION_SECONDS))
+        return store
 
     def _connect(self, deadline: Deadline) -> _Connection:
         """Connect, retrying until the server is there."""
         error: Exception | None = None
+        most = _FIRST_TRY_SECONDS
         while not (self._closed or deadline.passed()):
             # A plain socket first: it fails in silence where TCPStore logs a stack trace.
             try:
@@ -245,9 +260,11 @@ class TcpStore(SessionStore):
                     (self._host, self._port), timeout=min(2.0, deadline.remaining() + 0.01)
                 ):
                     pass
-                return _Connection(self._host, self._port, deadline)
+                seconds = max(0.01, min(most, deadline.remaining()))
+                return _Connection(self._host, self._port, Deadline(seconds))
             except (OSError, RuntimeError, FutureTimeout) as caught:
                 error = caught
+                most *= 2
                 time.sleep(min(_RETRY_PAUSE, deadline.remaining()))
         raise SessionError(self._unreachable(f"no answer within {deadline.seconds:g} s")) from error
 
@@ -266,7 +283,7 @@ class _Connection:
         self._store: TCPStore | None = None
         threading.Thread(target=self._serve, name="weightwire-tcpstore", daemon=True).start()
         try:
-            seconds = max(1.0, deadline.remaining())
+            seconds = max(_OPERATION_SECONDS, deadline.remaining())
             self._store = self._submit(lambda: _client(host, port, seconds), deadline)
         except BaseException:
             self.close()
