@@ -56,8 +56,9 @@ _FORM_SECONDS = 30.0
 _CAUSE_SECONDS = 0.3
 _PATIENCE = 1.0
 """Seconds after which a wait is witnessed; sooner under a short deadline."""
-_JOIN_SECONDS = 0.5
-_HANG_UP_SECONDS = 0.1
+_JOIN_SECONDS = 0.4
+"""For a thread to tell why, and again for it to end when it was hung up on: past a deadline."""
+_HANG_UP_SECONDS = 0.2
 _FIRST_PAUSE = 0.0001
 _LAST_PAUSE = 0.01
 _PROBE_TAG = 9
@@ -183,7 +184,7 @@ class Epoch:
         if not self._connecting and self._posting.join(patience):
             return
         self._give_up_for(f"{self._me} closed its end")
-        end = time.monotonic() + 2 * patience
+        end = time.monotonic() + patience
         while time.monotonic() < end:
             if self._client is not None:
                 self._client.hang_up()  # again: it retries while it connects
@@ -229,9 +230,10 @@ class Epoch:
         return error
 
     def _tell_reason(self) -> None:
-        if self._reason and self.id and self._client is not None:
+        client = self._client
+        if self._reason and self.id and client is not None and client.store is not None:
             with contextlib.suppress(WeightWireError):
-                self._client.first(f"why/{self.id}", self._reason)
+                client.first(f"why/{self.id}", self._reason)
 
     def _leave(self) -> None:
         if self._giving_up.is_set():

@@ -75,6 +75,14 @@ class Worker:
         """Whether the caller runs on its thread."""
         return threading.current_thread() is self._thread
 
+    def _ended_with(self, error: BaseException) -> BaseException:
+        """What a job ends with; the thread outlives whatever that raises."""
+        try:
+            return self._failed(error)
+        except BaseException as another:
+            error.add_note(f"giving up after it failed, too: {another!r}")
+            return error
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             work, job.work = job.work, None
@@ -83,8 +91,7 @@ class Worker:
                 assert work is not None  # noqa: S101 - a job is run once
                 job.result = work()
             except BaseException as error:
-                job.error = error  # whatever becomes of what follows
-                job.error = self._failed(error)
+                job.error = self._ended_with(error)
             finally:
                 del work
                 self.awaited = ()
