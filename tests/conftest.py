@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-SERVERS = tuple(f"vllm/test_{name}.py" for name in ("server", "in_flight", "sleep", "watch"))
-"""These share servers: one process runs them all."""
 ENGINES = tuple(
     f"vllm/test_{name}.py"
-    for name in ("engine", "tensor_parallel", "packed", "families", "in_process", "adapter")
+    for name in (
+        *("server", "in_flight", "sleep", "watch"),  # these share servers
+        *("engine", "tensor_parallel", "packed", "families", "in_process", "adapter", "plan"),
+    )
 )
-"""Engines take all cores: one process starts them, one after the other."""
+"""Engines take all cores: one process starts them, one after the other, beside what waits."""
 FIRST = (
-    *SERVERS,
     *ENGINES,
     "sharding/test_sharded_trainers.py",
     "conformance/test_command.py",
@@ -29,7 +29,6 @@ FIRST = (
     "sessions/test_stores.py",
     "chaos/test_chaos.py",
     "cli/test_docs.py",
-    "vllm/test_plan.py",
     "thirdparty/test_conformance.py",
     "cli/test_demo.py",
     "conformance/test_builtin.py",
@@ -62,6 +61,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope = str(super()._split_scope(nodeid))
-            return next((files[0] for files in (SERVERS, ENGINES) if scope.endswith(files)), scope)
+            return ENGINES[0] if scope.endswith(ENGINES) else scope
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

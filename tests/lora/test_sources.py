@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 import weightwire
 from weightwire.errors import ConfigError, UnsupportedOperation
 
-peft = pytest.importorskip("peft", reason="needs the extra 'examples'")
-
-pytestmark = pytest.mark.filterwarnings("default")  # other people's deprecations
+pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra 'examples'"),
+    pytest.mark.filterwarnings("default"),  # other people's deprecations
+]
 
 
 class Net(torch.nn.Module):
@@ -25,6 +27,8 @@ class Net(torch.nn.Module):
 
 
 def trainer(dtype=torch.float32, **options):
+    import peft
+
     torch.manual_seed(7)
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["up", "down"], **options)
     model = peft.get_peft_model(Net(dtype), config, autocast_adapter_dtype=False)
@@ -108,6 +112,8 @@ def test_what_is_no_plain_lora_is_refused_by_name():
         weightwire.LoraAdapter(trainer(), "other")
     with pytest.raises(UnsupportedOperation, match=r"up.*DoRA"):
         weightwire.MergedLora(trainer(use_dora=True))
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=["embed", "up"])
     model = peft.get_peft_model(Net(torch.float32), config)
     with pytest.raises(UnsupportedOperation, match=r"embed.*isn't of a linear layer"):

@@ -191,7 +191,7 @@ def test_a_watcher_resumes_an_engine_that_has_the_version_and_did_not_resume(ses
         sender.send(1)
         assert asyncio.run(follow()) == 0
     said = capsys.readouterr().out
-    assert said.count("1 failed: r: r: /resume failed: busy") == 2
+    assert said.count("1 failed: r: /resume failed: busy") == 2
     assert "1 on 1 of 1 engines" in said
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from lora_policy import step, trainer
@@ -12,7 +14,7 @@ from weightwire.vllm import Pool, UpdateFailed
 from weightwire_vllm.models import save_checkpoint, tiny_model
 from weightwire_vllm.plugin import register
 
-pytest.importorskip("peft", reason="needs the extra 'examples'")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra 'examples'")
 
 PROMPTS = [[5, 6, 7, 9], [11, 12, 13]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from watch_rig import Watch
 
 import weightwire
 
-pytest.importorskip("peft", reason="needs the extra 'examples'")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra 'examples'")
 
 
 @contextlib.contextmanager

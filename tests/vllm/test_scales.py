@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,27 +12,34 @@ from torch import nn
 
 from weightwire_vllm.layers import finish_attention
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's and those of what it imports
-    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-
 SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu")
 
 
 class Attention(nn.Module):
-    """vLLM's own scales and quant method, without an engine around them."""
-
-    def __init__(self, method: object = None) -> None:
-        super().__init__()
-        set_default_quant_scales(self, register_buffer=True)
-        self.quant_method = method if method is not None else BaseKVCacheMethod(None)
-        for name in SCALES:
-            getattr(self, name).fill_(3e-4)
-        self._k_scale_float = 3e-4
+    """What vLLM finishes after a load."""
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
         assert dtype is torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def attention() -> Callable[..., Attention]:
+    """With vLLM's own scales and quant method, without an engine around them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's and those of what it imports
+        from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+        from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    def make(method: object = None) -> Attention:
+        layer = Attention()
+        set_default_quant_scales(layer, register_buffer=True)
+        layer.quant_method = method if method is not None else BaseKVCacheMethod(None)
+        for name in SCALES:
+            getattr(layer, name).fill_(3e-4)
+        layer._k_scale_float = 3e-4
+        return layer
+
+    return make
 
 
 def finish(
@@ -45,8 +53,8 @@ def finish(
     finish_attention([layer], config, is_first=is_first)
 
 
-def test_after_a_dummy_load_they_are_those_of_a_checkpoint_without_any():
-    layer = Attention()
+def test_after_a_dummy_load_they_are_those_of_a_checkpoint_without_any(attention):
+    layer = attention()
     held = {name: getattr(layer, name) for name in SCALES}
     finish(layer)
     assert layer._k_scale_float == 1.0
@@ -64,7 +72,7 @@ def test_after_a_dummy_load_they_are_those_of_a_checkpoint_without_any():
         (object(), {}),  # vLLM sets them
     ],
 )
-def test_otherwise_they_stay(method, options):
-    layer = Attention(method)
+def test_otherwise_they_stay(attention, method, options):
+    layer = attention(method)
     finish(layer, **options)
     assert [float(getattr(layer, name)) for name in SCALES] == pytest.approx([3e-4] * len(SCALES))

@@ -9,7 +9,7 @@ from server_rig import PROMPT, Load, Server, become, damage, holds, model, sende
 
 import weightwire
 from weightwire.errors import AuthenticationError, ConfigError, PeerLost
-from weightwire.vllm import Pool, TrainerInfo, UpdateFailed
+from weightwire.vllm import Pool, UpdateFailed
 
 
 def spans(answers):
@@ -162,6 +162,8 @@ def test_generating_during_an_open_update_is_refused_and_not_fatal(servers, cold
 
 
 def test_vllms_own_trainer_client_switches_by_a_name(servers, cold, session):
+    from weightwire.vllm import TrainerInfo
+
     transfer = pytest.importorskip("vllm.distributed.weight_transfer")
     a = servers["A"]
     client = transfer.HTTPVLLMWeightSyncClient(a.url)

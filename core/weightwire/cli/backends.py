@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -38,16 +39,11 @@ def backends(
     if as_json:
         print(json.dumps({"backends": [asdict(row) for row in rows]}, indent=2))
         return
-    table = Table(title="backends", title_justify="left")
-    for heading in (
-        "name",
-        "from",
-        "runs here",
-        "flow",
-        "late receivers",
-        "ranged reads",
-        "devices",
-    ):
+    table = Table(
+        title="backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    for heading in ("name", "from", "runs", "flow", "late joiners", "ranged", "devices"):
         table.add_column(heading, no_wrap=heading in ("name", "flow"), overflow="fold")
     for row in rows:
         caps = row.capabilities
@@ -56,7 +52,7 @@ def backends(
             row.distribution,
             "[green]yes[/]" if row.available else "[red]no[/]",
             str(caps.get("flow", "?")),
-            "newest finished" if caps.get("serves_finished") else "next offer",
+            "finished" if caps.get("serves_finished") else "next offer",
             "yes" if caps.get("ranged_reads") else "no",
             ", ".join(caps.get("devices", [])),
         )

@@ -71,7 +71,10 @@ class Voice:
             text += f", paused {paused:.3f} s"
         if failed:
             name, reason = next(iter(failed.items()))
-            text += f"; {len(failed)} failed: {name}: {reason.splitlines()[0]}"
+            first = reason.splitlines()[0]
+            text += (
+                f"; {len(failed)} failed: {first if first.startswith(name) else f'{name}: {first}'}"
+            )
         fields: dict[str, Any] = {
             "version": version,
             "engines": {n: {"paused_s": r.paused_seconds, **r.seconds} for n, r in done.items()},
