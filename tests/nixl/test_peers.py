@@ -21,7 +21,6 @@ TABLE = table_of()
 DEAD = """
 import os, torch
 from weightwire.session import process
-from weightwire_nixl import route
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.arena import Slots
 agent = Agent("receiver-0")

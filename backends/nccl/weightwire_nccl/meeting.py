@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weightwire.errors import ConfigError, PeerLost
+from weightwire.session.tcp import RESOLVE_SECONDS
 
 __all__ = ["Client", "Server", "machine", "own_address"]
 
@@ -24,9 +25,6 @@ _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _DISCARD = 9
 _CONNECT_SECONDS = 5.0
-_RESOLVE_SECONDS = 15.0
-"""TCPStore asks for the name of every address that it connects to, for its log: a lost answer of
-the name server costs 5 s, the resolver's own patience.  It needn't cost the connection."""
 
 
 def machine() -> str:
@@ -135,7 +133,7 @@ class Client:
                 self._port,
                 None,
                 is_master=False,
-                timeout=datetime.timedelta(seconds=seconds + _RESOLVE_SECONDS),
+                timeout=datetime.timedelta(seconds=seconds + RESOLVE_SECONDS),
                 wait_for_workers=False,
             )
             self.store.set_timeout(datetime.timedelta(seconds=seconds))

@@ -228,16 +228,15 @@ class NixlReceiver(ReceiverTransport):
             self._flights[group] = _Flight(parts)
         # What is pushed needs a grant of this rank and no more of it: a thread that looks for
         # news would only take turns with the one that replays.
-        beside = self._context.overlap and _moves_on(parts)
-        if not beside:
+        if not (self._context.overlap and _moves_on(parts)):
             self._advance()
-        elif all(part.owner.route.between_gpus for part in parts):
+            return
+        if all(part.owner.route.between_gpus for part in parts):
             with torch.cuda.device(self._device):
                 self._advance()  # the devices copy, not the thread that posts it
-        if beside:
-            if self._progress is None:
-                self._progress = Progress(self._step)
-            self._progress.wake()
+        if self._progress is None:
+            self._progress = Progress(self._step)
+        self._progress.wake()
 
     def _part(self, owner: Owner, group: int, slot: int) -> Pull | Push:
         if not owner.route.push:

@@ -37,7 +37,7 @@ from weightwire.session.urls import is_loopback, without_credentials
 if TYPE_CHECKING:  # a scheme is described without torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
-__all__ = ["TcpScheme", "TcpStore", "keys_of"]
+__all__ = ["RESOLVE_SECONDS", "TcpScheme", "TcpStore", "keys_of"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -49,12 +49,12 @@ _BELLS = ".bells/"
 _SLACK_LINES = 256
 _OPERATION_SECONDS = 7.0  # more than a lost answer of the name server costs: see below
 _RETRY_PAUSE = 0.1
+RESOLVE_SECONDS = 15.0
+"""What a TCPStore needs beside its connection: it asks for the name of every address that it
+connects to, for its log; a lost answer of the name server costs 5 s, the resolver's patience."""
 _FIRST_TRY_SECONDS = 2.0
-"""TCPStore asks for the name of every address that it connects to, for its log: a lost answer of
-the name server costs 5 s, the resolver's own patience.  A second try is faster; each may take
-twice as long as the one before, where names take long every time."""
-_RESOLVE_SECONDS = 15.0
-"""For the server, which connects to itself and has one try."""
+"""Of a connection: a second try is faster than a lost answer.  Each may take twice as long as the
+one before, where names take long every time."""
 _BACKLOG = 1024
 _MOST_BYTES = 8 << 20
 """TCPStore's server ends the connection of whoever sends it more at once."""
@@ -237,7 +237,7 @@ class TcpStore(SessionStore):
                 self._port,
                 None,
                 is_master=True,
-                timeout=datetime.timedelta(seconds=_OPERATION_SECONDS + _RESOLVE_SECONDS),
+                timeout=datetime.timedelta(seconds=_OPERATION_SECONDS + RESOLVE_SECONDS),
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )

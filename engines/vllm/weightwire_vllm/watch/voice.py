@@ -72,9 +72,8 @@ class Voice:
         if failed:
             name, reason = next(iter(failed.items()))
             first = reason.splitlines()[0]
-            text += (
-                f"; {len(failed)} failed: {first if first.startswith(name) else f'{name}: {first}'}"
-            )
+            said = first if first.startswith(name) else f"{name}: {first}"
+            text += f"; {len(failed)} failed: {said}"
         fields: dict[str, Any] = {
             "version": version,
             "engines": {n: {"paused_s": r.paused_seconds, **r.seconds} for n, r in done.items()},
