@@ -9,20 +9,18 @@ up hangs up on its own connection.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from weightwire.errors import ConfigError, PeerLost
-from weightwire.session.tcp import RESOLVE_SECONDS
+from weightwire.errors import ConfigError, PeerLost, TransferError
+from weightwire.session import tcpstore
 
 __all__ = ["Client", "Server", "machine", "own_address"]
 
 _LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024
 _DISCARD = 9
 _CONNECT_SECONDS = 5.0
 
@@ -75,27 +73,21 @@ class Server:
     """The store, on a port of its own."""
 
     def __init__(self, host: str) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
-
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            listener.bind((host, 0))
-            listener.listen(_BACKLOG)
+            listener = tcpstore.listen(host, 0)
         except OSError as error:
-            listener.close()
             raise ConfigError(
                 f"{host!r} can't be listened on ({error.strerror}): set the nccl backend's option "
                 "'host' to an address of this machine"
             ) from error
         self.host, self.port = host, int(listener.getsockname()[1])
-        self._store: Any = TCPStore(
-            host,
-            self.port,
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            self._store: Any = tcpstore.serve(host, listener, _CONNECT_SECONDS)
+        except RuntimeError as error:
+            raise TransferError(
+                f"nccl's members can't meet at {host} ({str(error).splitlines()[0]}): does this "
+                f"host's name server answer for {host}?"
+            ) from error
 
     def close(self) -> None:
         self._store = None
@@ -120,23 +112,11 @@ class Client:
         Raises:
             PeerLost: nobody listens.
         """
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
-
         self._others = self._own_ports()
         seconds = min(_CONNECT_SECONDS, max(0.1, seconds))
         try:
-            # A plain socket first: it fails in silence where TCPStore logs a stack trace.
-            with socket.create_connection((self._host, self._port), timeout=seconds):
-                pass
-            self.store = TCPStore(
-                self._host,
-                self._port,
-                None,
-                is_master=False,
-                timeout=datetime.timedelta(seconds=seconds + RESOLVE_SECONDS),
-                wait_for_workers=False,
-            )
-            self.store.set_timeout(datetime.timedelta(seconds=seconds))
+            tcpstore.probe(self._host, self._port, seconds)
+            self.store = tcpstore.connect(self._host, self._port, seconds)
         except (OSError, RuntimeError) as error:
             raise self.gone(error) from error
         self._ports = self._own_ports() - self._others

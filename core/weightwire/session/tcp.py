@@ -4,7 +4,7 @@ TCPStore has no access control of its own: whoever reaches the port can read and
 delete records, but can't forge them where there is a token.  So without a token
 it listens on loopback only, and a deleted record is noticed, not prevented.  It
 would listen on all interfaces unless handed a socket that is already bound,
-which also keeps the port from being taken between probing and use.
+which also keeps the port from being taken before it is used.
 
 The keys of a session are kept in one value, a log of names added and removed.
 
@@ -16,10 +16,8 @@ behind in the call that hangs; it is a daemon, so that the process can end.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from weightwire.deadline import Deadline, patience
 from weightwire.errors import ConfigError, SessionError
+from weightwire.session import tcpstore
 from weightwire.session.marks import mark, open_value, seal_value
 from weightwire.session.records import MAX_RECORD
 from weightwire.session.store import OpenRequest, SessionScheme, SessionStore
@@ -37,7 +36,7 @@ from weightwire.session.urls import is_loopback, without_credentials
 if TYPE_CHECKING:  # a scheme is described without torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
-__all__ = ["RESOLVE_SECONDS", "TcpScheme", "TcpStore", "keys_of"]
+__all__ = ["TcpScheme", "TcpStore", "keys_of"]
 
 log = logging.getLogger("weightwire.session")
 
@@ -47,15 +46,12 @@ _ABSENT = "\x00absent"
 _INDEX = ".index"
 _BELLS = ".bells/"
 _SLACK_LINES = 256
-_OPERATION_SECONDS = 7.0  # more than a lost answer of the name server costs: see below
+_OPERATION_SECONDS = 7.0  # more than a lost answer of the name server costs: see tcpstore
 _RETRY_PAUSE = 0.1
-RESOLVE_SECONDS = 15.0
-"""What a TCPStore needs beside its connection: it asks for the name of every address that it
-connects to, for its log; a lost answer of the name server costs 5 s, the resolver's patience."""
+_PROBE_SECONDS = 2.0
 _FIRST_TRY_SECONDS = 2.0
 """Of a connection: a second try is faster than a lost answer.  Each may take twice as long as the
 one before, where names take long every time."""
-_BACKLOG = 1024
 _MOST_BYTES = 8 << 20
 """TCPStore's server ends the connection of whoever sends it more at once."""
 
@@ -217,49 +213,30 @@ class TcpStore(SessionStore):
         raise AssertionError("unreachable")
 
     def _serve(self) -> TCPStore:
-        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self._port))
-            listener.listen(_BACKLOG)
+            listener = tcpstore.listen(self._host, self._port)
         except OSError as error:
-            listener.close()
             raise SessionError(
                 f"session {self.url} can't be served: port {self._port} on {self._host}: "
                 f"{error.strerror}; choose a free port, or end the process that holds it"
             ) from error
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         self._port = listener.getsockname()[1]
         try:
-            store = TCPStore(
-                self._host,
-                self._port,
-                None,
-                is_master=True,
-                timeout=datetime.timedelta(seconds=_OPERATION_SECONDS + RESOLVE_SECONDS),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+            return tcpstore.serve(self._host, listener, _OPERATION_SECONDS)
         except RuntimeError as error:
             raise SessionError(
                 f"session {self.url} can't be served ({str(error).splitlines()[0]}): "
                 f"does this host's name server answer for {self._host}?"
             ) from error
-        store.set_timeout(datetime.timedelta(seconds=_OPERATION_SECONDS))
-        return store
 
     def _connect(self, deadline: Deadline) -> _Connection:
         """Connect, retrying until the server is there."""
         error: Exception | None = None
         most = _FIRST_TRY_SECONDS
         while not (self._closed or deadline.passed()):
-            # A plain socket first: it fails in silence where TCPStore logs a stack trace.
             try:
-                with socket.create_connection(
-                    (self._host, self._port), timeout=min(2.0, deadline.remaining() + 0.01)
-                ):
-                    pass
+                reach = min(_PROBE_SECONDS, deadline.remaining() + 0.01)
+                tcpstore.probe(self._host, self._port, reach)
                 seconds = max(0.01, min(most, deadline.remaining()))
                 return _Connection(self._host, self._port, Deadline(seconds))
             except (OSError, RuntimeError, FutureTimeout) as caught:
@@ -284,7 +261,7 @@ class _Connection:
         threading.Thread(target=self._serve, name="weightwire-tcpstore", daemon=True).start()
         try:
             seconds = max(_OPERATION_SECONDS, deadline.remaining())
-            self._store = self._submit(lambda: _client(host, port, seconds), deadline)
+            self._store = self._submit(lambda: tcpstore.connect(host, port, seconds), deadline)
         except BaseException:
             self.close()
             raise
@@ -349,19 +326,6 @@ def keys_of(index: bytes) -> tuple[list[str], int]:
         else:
             keys.pop(line[1:], None)
     return list(keys), len(lines)
-
-
-def _client(host: str, port: int, seconds: float) -> TCPStore:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(
-        host,
-        port,
-        None,
-        is_master=False,
-        timeout=datetime.timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
 
 
 def _peek(store: TCPStore, key: str) -> bytes:

@@ -1,0 +1,100 @@
+"""torch's TCPStore: a server on a socket that is bound already, and clients that fail in silence.
+
+A TCPStore asks the name server for the name of every address that it connects to, for its
+log; a lost answer costs 5 s, the resolver's patience.  Whatever makes one has to allow for that.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a scheme is described without torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
+
+__all__ = ["connect", "listen", "probe", "serve"]
+
+_BACKLOG = 1024
+_RESOLVE_SECONDS = 15.0
+"""For lost answers of the name server, beside the connection itself."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on one interface; left to itself, a TCPStore would take all of them.
+
+    A server that comes back may take its port again at once.
+
+    Args:
+        port: 0 for a free one.
+
+    Raises:
+        OSError: the port is taken, or the host isn't this one.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(host: str, listener: socket.socket, seconds: float) -> TCPStore:
+    """A store on ``listener``, which it takes over.
+
+    Args:
+        seconds: of each operation of this process.
+
+    Raises:
+        RuntimeError: torch can't make it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        None,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=seconds + _RESOLVE_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    return store
+
+
+def probe(host: str, port: int, seconds: float) -> None:
+    """Connect by a plain socket, and hang up: where nobody listens, TCPStore logs a stack trace.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    with socket.create_connection((host, port), timeout=seconds):
+        pass
+
+
+def connect(host: str, port: int, seconds: float) -> TCPStore:
+    """A client; ``probe`` first.
+
+    Args:
+        seconds: of the connection, beside what names take, and of each operation.
+
+    Raises:
+        RuntimeError: torch can't connect.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(
+        host,
+        port,
+        None,
+        is_master=False,
+        timeout=datetime.timedelta(seconds=seconds + _RESOLVE_SECONDS),
+        wait_for_workers=False,
+    )
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    return store
