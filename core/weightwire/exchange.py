@@ -230,7 +230,8 @@ class Exchange:
                 elif self._rank == piece.holder:
                     held = tensors.source(piece.source)
                     local = cut_out(held, piece.offsets, piece.sizes, piece.held)
-                    local = local.to(entry.torch_dtype).contiguous()
+                    # Gloo sends from host memory only.
+                    local = local.to(entry.torch_dtype).contiguous().cpu()
                     works.append(self._group.send([raw_bytes(local)], piece.owner, tag))
                     arrivals.append((local, local))  # kept alive until it is sent
             if works:

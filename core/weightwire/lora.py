@@ -55,7 +55,8 @@ class MergedLora(StreamingSource):
             elif id(tensor) in first:
                 ties[name] = first[id(tensor)]
                 continue
-            first[id(tensor)] = name
+            else:  # what an adapter is added to is tied to nothing: the others stay as they are
+                first[id(tensor)] = name
             specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
         some = next(model.parameters()).device
         super().__init__(self._stream_merged, specs=specs, ties=ties, device=some)

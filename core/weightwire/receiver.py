@@ -109,6 +109,7 @@ class WeightReceiver(Handle):
             self._agreement = Agreement(self._session, self._member, self._rank, siblings)
             capabilities = self._backend.capabilities
             self._transport = self._open_transport()
+            undo.callback(self._transport.close)
             self._replica = Replica(
                 self._session,
                 self._agreement,
@@ -122,6 +123,8 @@ class WeightReceiver(Handle):
                 self._session, self._member, self._observer, capabilities
             )
             self._late = self._open_catch_up()
+            if self._late is not None:
+                undo.callback(self._late.close)
             self._asker = self._open_asker()
             undo.pop_all()
         self._joined = True
@@ -189,14 +192,18 @@ class WeightReceiver(Handle):
         self._machine.tainted = tainted
 
     def _await_replacement(self, error: SessionError) -> None:
-        """Return when the store that failed with ``error`` holds another session.
+        """Return when the store that failed with ``error`` may hold another session.
 
         Raises:
             SessionError: ``error``, because the store is there and the session is ours.
             TransferTimeout: nobody serves the store any more.
         """
         self._watch.forgive(error)
-        while self._joined:
+        while True:
+            if not self._joined:  # joining the one that came failed: it is tried again
+                self._watch.check("session", ("the sender that serves it",))
+                self._watch.pause(_RETURN_PAUSE)
+                return
             try:
                 if self._session.is_replaced():
                     return
@@ -533,10 +540,18 @@ class WeightReceiver(Handle):
         late._forget()
         attempt.late = True
         kept = self._options.catch_up is None  # its sender counts versions of its own
+        self._replica.forget_plan()  # the target is planned for the stored table, also if it fails
         offer = late._begin(0 if kept else policy.version)
-        self._replica.forget_plan()  # the target is planned for the stored table now
         if not kept and offer.policy.version != policy.version:  # a newer one finished meanwhile
-            policy = self._machine.policy_of(offer.policy.version) or policy
+            newer = self._machine.policy_of(offer.policy.version)
+            if newer is None:
+                error = PeerLost(
+                    f"version {offer.policy.version}, which was stored for late receivers, isn't "
+                    "the session's any more: receive again"
+                )
+                late._give_up(error)
+                raise error
+            policy = newer
         return msgspec.structs.replace(offer, policy=policy)
 
     def _fetch_late(self) -> None:

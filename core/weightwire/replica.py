@@ -219,15 +219,17 @@ class Replica:
             self._agreement.acknowledge("settled")
             if self._agreement.leads:
                 yield from self._agreement.acknowledged("settled")
+        fingerprints = [
+            unpack(payload, Fingerprint | None, f"rank {rank}")  # type: ignore[arg-type]  # a union
+            for rank, payload in enumerate(payloads)
+        ]
         attempt.committed = True
         self._receiving = False
         return Applied(
             nbytes=self._plan.nbytes,
             seconds=time.perf_counter() - attempt.began,
             digest=combine(attempt.total, attempt.offer.verify),
-            fingerprint=combine_fingerprints(
-                [msgspec.msgpack.decode(payload, type=Fingerprint | None) for payload in payloads]
-            ),
+            fingerprint=combine_fingerprints(fingerprints),
             phases=recorded(attempt.phases.seconds),
         )
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Self
 
 import msgspec
@@ -47,9 +47,16 @@ __all__ = ["WeightSender"]
 
 
 _GOODBYE_SECONDS = 5.0
-_NOBODY, _OVER, _MORE = b"", b"over", b"more"
+_NOBODY = b""
 _OUTCOME_GRACE = 0.4
 """Seconds by which rank 0 may say later than the deadline how the version ended."""
+
+
+class _Over(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others when a wave is over."""
+
+    more: bool
+    left_out: tuple[str, ...]
 
 
 class WeightSender(Handle):
@@ -303,6 +310,8 @@ class WeightSender(Handle):
         self._is_heard = False
         waves: list[Report] = []
         more = True
+        if self._rank == 0:
+            self._machine.begin()
         try:
             while more:
                 slices, refusal = self._look_ahead(version, wait, phases)
@@ -413,10 +422,11 @@ class WeightSender(Handle):
         finally:
             with self._verdicts:
                 self._sending = None
-        self._agreement.tell("outcome", _MORE if self._machine.more else _OVER)
+        over = _Over(self._machine.more, tuple(sorted(self._machine.left_out)))
+        self._agreement.tell("outcome", msgspec.msgpack.encode(over))
         self._retire()
         lap("commit")
-        return reports, self._machine.more
+        return [replace(report, left_out=over.left_out) for report in reports], over.more
 
     def _retire(self) -> None:
         try:
@@ -438,7 +448,8 @@ class WeightSender(Handle):
                 self._sending = start.offer
                 reports.append(self._ours.move(start.offer, start.readers, resolved, phases, began))
             with phases.timed("commit"):
-                outcome = drive(self._agreement.hear("outcome", grace=_OUTCOME_GRACE), self._watch)
+                heard = drive(self._agreement.hear("outcome", grace=_OUTCOME_GRACE), self._watch)
+                over = unpack(heard, _Over, "rank 0")
             self._agreement.acknowledge("left")
             self._ours.done()
         except BaseException as error:
@@ -448,7 +459,7 @@ class WeightSender(Handle):
         finally:
             with self._verdicts:
                 self._sending = None
-        return reports, outcome == _MORE
+        return [replace(report, left_out=over.left_out) for report in reports], over.more
 
     def _abandon(self, error: BaseException, *, started: bool) -> None:
         """Rank 0: leave the transport and the other ranks in good order."""

@@ -336,14 +336,7 @@ class TrainerRank:
             digest=combine(digest, self._options.verify),
             path=f"{self._backend.name} ({self._transport.path or capabilities.flow})",
             roster=offer.roster,
-            left_out=self._left_out(offer, readers),
         )
-
-    def _left_out(self, offer: Offer, readers: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
-        """Whom the transfer doesn't wait for; stored versions wait for nobody."""
-        if self._backend.capabilities.flow == "store":
-            return ()
-        return tuple(sorted(set(offer.roster) - readers.keys()))
 
 
 def _slices(first: _Arrival) -> int:

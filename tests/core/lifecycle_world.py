@@ -480,6 +480,7 @@ class Sender(Process):
         else:
             version = last.version
         self.wait, self.on_loss, self.error = wait, on_loss, None
+        self.machine.begin()
         self._send(version)
 
     def _send(self, version: int) -> None:

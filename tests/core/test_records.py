@@ -13,7 +13,15 @@ from weightwire.contract import Policy
 from weightwire.deadline import Deadline
 from weightwire.errors import AuthenticationError, PeerLost, SessionError, TableMismatch
 from weightwire.session import records
-from weightwire.session.records import Codec, ErrorInfo, Lease, Outcome, Ready, Status
+from weightwire.session.records import (
+    Codec,
+    ErrorInfo,
+    Lease,
+    Outcome,
+    Ready,
+    SessionRecord,
+    Status,
+)
 from weightwire.session.session import Session
 
 FAST = settings(deadline=None, database=None, max_examples=300)
@@ -152,6 +160,12 @@ def test_a_body_of_wrong_type_is_malformed(body):
     sealed = codec().seal(KEY, Lease(1)).replace(b'{"counter":1}', body)
     assert body in sealed
     assert "is malformed (" in str(refusal(codec(), sealed))
+
+
+@pytest.mark.parametrize("name", ["", "**", "../up", "a\0b", "AB", "f" * 65, "ab\n"])
+def test_a_session_whose_id_could_be_no_part_of_a_file_name_is_refused(name):
+    sealed = codec().seal(KEY, SessionRecord(name, 1.0))
+    assert "is malformed (" in str(refusal(codec(), sealed, SessionRecord))
 
 
 @FAST

@@ -93,6 +93,35 @@ def test_the_source_follows_training_merging_and_casts(tmp_path):
         model.unmerge_adapter()
 
 
+@pytest.mark.parametrize("adapted", ["head", "embed"])
+def test_what_is_tied_to_a_layer_with_an_adapter_stays_the_base_weight(tmp_path, adapted):
+    """PEFT adds to one use of a tied weight, not to the other."""
+    import peft
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = {
+                "embed": torch.nn.Linear(16, 11, bias=False),
+                "head": torch.nn.Linear(16, 11, bias=False),
+            }
+            for name, layer in layers.items():
+                self.add_module(name, layer)
+
+    model = Tied()
+    model.head.weight = model.embed.weight
+    base = model.head.weight.detach().clone()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[adapted]))
+    step(model)
+    target = Tied()
+    sync(f"file://{tmp_path}/s", weightwire.MergedLora(model), target, 1, verify="full")
+    other = "embed" if adapted == "head" else "head"
+    assert torch.equal(getattr(target, other).weight, base)
+    layer = getattr(model.base_model.model, adapted)
+    merged = base + layer.get_delta_weight("default")
+    assert torch.equal(getattr(target, adapted).weight, merged)
+
+
 def test_an_adapter_alone_has_the_names_of_its_checkpoint(tmp_path):
     model = trainer()
     model.save_pretrained(tmp_path / "saved")

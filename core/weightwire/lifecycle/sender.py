@@ -69,7 +69,8 @@ class SenderMachine:
     Attributes:
         offers_to: receivers for which it is false get no offer.
         more: after ``send``: other receivers still have to get the version, in a wave
-            that calling it again begins.
+            that calling it again, without ``begin``, moves.
+        left_out: of the last wave's roster, those that it went on without.
         phases: asked for the seconds by phase of this wave, when its outcome is recorded.
         meanwhile: called when an offer is out that receivers have to answer first.
     """
@@ -88,6 +89,7 @@ class SenderMachine:
         self.state = SenderState.IDLE
         self.last: Policy | None = None
         self.more = False
+        self.left_out: frozenset[str] = frozenset()
         self.phases: Callable[[], Mapping[str, float]] = dict
         self.meanwhile: Callable[[], None] = _do_nothing
         self._last_finished = False
@@ -126,8 +128,15 @@ class SenderMachine:
                 attempt = self.last.attempt + 1
         return Policy(self.member.incarnation, version, attempt)
 
+    def begin(self) -> None:
+        """A version comes, with its first wave; one that ended between its waves is given up."""
+        self.more = False
+        self._rollout = Rollout()
+
     def send(self, offering: Offering) -> Steps[Policy | None]:
         """One wave of a version, from its offer to its outcome; see ``more``.
+
+        ``begin`` comes before the first.
 
         Returns:
             None if nobody was left for another wave.
@@ -139,14 +148,8 @@ class SenderMachine:
         """
         self._refuse_if_superseded()
         policy = self.next_policy(offering.version)
-        if not self.more:
-            self._rollout = Rollout()
         began = time.monotonic()
-        try:
-            roster = yield from self._next_wave(offering)
-        except BaseException:
-            self.more = False
-            raise
+        roster = yield from self._next_wave(offering)
         if not roster and self.more:
             self._finish(offering.version)  # whoever was left has gone meanwhile
             return None
@@ -181,6 +184,7 @@ class SenderMachine:
                 yield Transfer(offer, readers)
             if offering.wait == "applied" or self._goes_in_waves(offering):
                 yield from self._gather_applied(offer, roster, offering)
+            self.left_out = frozenset(wave.keys() - roster.keys())
             self._enter(SenderState.CLOSING)
             self._refuse_if_superseded()
             self._rollout.done.update({name: member.incarnation for name, member in wave.items()})
@@ -265,11 +269,7 @@ class SenderMachine:
 
     def column_slices(self, terms: Terms, wait: Wait) -> Steps[int]:
         """In how many slices of columns those read who'd get an offer now; waits for enough."""
-        try:
-            roster = yield from self._roster(terms, wait)
-        except BaseException:
-            self.more = False
-            raise
+        roster = yield from self._roster(terms, wait)
         return common_slices(member.record.column_slices for member in roster.values())
 
     def _goes_in_waves(self, offering: Offering) -> bool:

@@ -79,8 +79,8 @@ class Segment:
                     f"({error.strerror}): free some, or set the option 'directory'"
                 ) from error
             raise PeerLost(
-                f"shared memory {path.name} can't be opened ({error.strerror}): its maker is gone, "
-                "or runs on another host"
+                f"shared memory {path.name} can't be opened ({error.strerror}): its maker "
+                "is gone, or runs on another host"
             ) from error
         self.words: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, nbytes // 8)
         if create:

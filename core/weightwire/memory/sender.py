@@ -105,7 +105,15 @@ class MemorySender(SenderTransport):
                             "for its credits: run one weightwire version on both sides"
                         )
                     path = session_path(info.path, self._context.session_id, name)
-                    segment = Segment(path, info.nbytes, create=False)
+                    try:
+                        segment = Segment(path, info.nbytes, create=False)
+                    except PeerLost as error:
+                        if self._context.goes_on_without_lost:
+                            self._lost.add(receiver_id)
+                            continue
+                        raise PeerLost(
+                            f"{name} is gone ({error}): restart it, and send again"
+                        ) from error
                     self._readers.append(_Reader(name, receiver_id, segment, groups))
 
     def slot(self, group: int, nbytes: int) -> Tensor:

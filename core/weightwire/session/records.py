@@ -73,7 +73,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SessionRecord(Record, frozen=True):
     """Written once, by whoever comes first."""
 
-    id: Name
+    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{1,64}\Z")]
+    """It becomes part of file names."""
+
     created: float
 
 
