@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import torch
 import torch.distributed
 from torch import Tensor, nn
 
@@ -30,12 +31,12 @@ def open_sender(
     world_size: int | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     token: str | None = None,
-    wire_dtype: str | None = None,
+    wire_dtype: str | torch.dtype | None = None,
     keep_dtype: Sequence[str] = (),
     group_bytes: int = DEFAULT_GROUP_BYTES,
     verify: Verify = "sample",
     overlap: bool = False,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     resume_from: int | None = None,
     catch_up: BackendChoice | None = None,
     min_receivers: int = 1,
@@ -100,12 +101,12 @@ def open_sender(
         rank=rank,
         world_size=world_size,
         token=token,
-        wire_dtype=wire_dtype,
+        wire_dtype=_by_name(wire_dtype),
         keep_dtype=_patterns(keep_dtype),
         group_bytes=group_bytes,
         verify=verify,
         overlap=overlap,
-        device=device,
+        device=_by_name(device),
         resume_from=resume_from,
         catch_up=catch_up,
         min_receivers=min_receivers,
@@ -132,7 +133,7 @@ def open_receiver(
     group: torch.distributed.ProcessGroup | None = None,
     token: str | None = None,
     overlap: bool = False,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     catch_up: BackendChoice | None = None,
     lease_ttl: float = 10.0,
     timeout: float = 600.0,
@@ -172,7 +173,7 @@ def open_receiver(
         world_size=world_size,
         token=token,
         overlap=overlap,
-        device=device,
+        device=_by_name(device),
         catch_up=catch_up,
         lease_ttl=lease_ttl,
         timeout=timeout,
@@ -186,3 +187,10 @@ def _patterns(names: object) -> object:
     if isinstance(names, str):
         return (names,)
     return tuple(names) if isinstance(names, Iterable) else names
+
+
+def _by_name(value: str | torch.dtype | torch.device | None) -> str | None:
+    """A dtype or a device as options have it."""
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix("torch.")
+    return value

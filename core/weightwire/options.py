@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from weightwire.errors import ConfigError
+from weightwire.session.keys import VERSIONS
 
 __all__ = ["DEFAULT_GROUP_BYTES", "ReceiverOptions", "SenderOptions", "make_options"]
 
@@ -38,12 +39,12 @@ class SenderOptions(_Options):
     keep_dtype: tuple[str, ...] = ()
     group_bytes: int = Field(ge=8)
     verify: Literal["off", "sample", "full"] = "sample"
-    resume_from: int | None = Field(default=None, ge=0)
+    resume_from: int | None = Field(default=None, ge=0, lt=VERSIONS)
     min_receivers: int = Field(default=1, ge=0)
     max_receivers: int | None = Field(default=None, ge=1)
     on_receiver_loss: Literal["fail", "continue"] = "fail"
     max_unavailable: int | None = Field(default=None, ge=1, le=1 << 20)
-    max_version_lag: int | None = Field(default=None, ge=0)
+    max_version_lag: int | None = Field(default=None, ge=0, lt=VERSIONS)
     ready_within: Seconds = 5.0
 
     @field_validator("max_receivers")

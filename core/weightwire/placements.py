@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from weightwire.dense import require_dense
 from weightwire.errors import ConfigError
 
 __all__ = ["LocalBox", "LocalShard", "local_box", "local_part"]
@@ -63,7 +63,7 @@ def local_box(name: str, tensor: Tensor | LocalShard) -> LocalBox:
         raise ConfigError(f"source tensor {name!r} is a {type(tensor).__name__}, not a tensor")
     if _is_dtensor(tensor):
         return _shard_box(name, tensor)
-    return _whole_box(name, tensor.detach())
+    return _whole_box(name, tensor)
 
 
 def local_part(tensor: Tensor | LocalShard) -> tuple[Tensor | None, object]:
@@ -83,9 +83,9 @@ def local_part(tensor: Tensor | LocalShard) -> tuple[Tensor | None, object]:
 
 
 def _whole_box(name: str, tensor: Tensor) -> LocalBox:
-    _require_dense(name, tensor)
+    require_dense(f"source tensor {name!r}", tensor)
     shape = tuple(tensor.shape)
-    return LocalBox(tensor, shape, (0,) * len(shape), shape)
+    return LocalBox(tensor.detach(), shape, (0,) * len(shape), shape)
 
 
 def _declared_box(name: str, shard: LocalShard) -> LocalBox:
@@ -95,7 +95,7 @@ def _declared_box(name: str, shard: LocalShard) -> LocalBox:
             "plain tensor"
         )
     local = shard.local.detach()
-    _require_dense(name, local)
+    require_dense(f"source tensor {name!r}", local)
     sizes, shape, offsets = tuple(local.shape), tuple(shard.shape), tuple(shard.offsets)
     if not len(sizes) == len(shape) == len(offsets) or any(
         offset < 0 or offset + size > extent
@@ -119,7 +119,7 @@ def _shard_box(name: str, tensor: Any) -> LocalBox:
             "redistribute it before sending"
         )
     local = tensor.detach().to_local()
-    _require_dense(name, local)
+    require_dense(f"source tensor {name!r}", local)
     shape = tuple(tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
         shape, tensor.device_mesh, tensor.placements
@@ -138,20 +138,3 @@ def _is_dtensor(tensor: Tensor) -> bool:
     # Without the import: a process that never made one needn't load the package.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _require_dense(name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise ConfigError(f"source tensor {name!r} is on the meta device: materialise it first")
-    if tensor.layout is not torch.strided:
-        raise ConfigError(f"source tensor {name!r} has layout {tensor.layout}: send a dense tensor")
-    if tensor.numel():
-        reach = tensor.numel() - 1
-        if not tensor.is_contiguous():
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
-        if tensor.untyped_storage().nbytes() < needed:
-            raise ConfigError(
-                f"source tensor {name!r} has no memory, its storage was freed (offloaded?): load "
-                "it again before sending"
-            )

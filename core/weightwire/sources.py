@@ -256,7 +256,7 @@ def _look(
     looked: list[tuple[tuple[object, ...], Tensor | None]] = []
     for number, (name, tensor) in enumerate(items):
         local, placed = local_part(tensor)
-        if local is None or local.is_meta or local.layout is not torch.strided:
+        if local is None or local.is_meta or local.is_nested or local.layout is not torch.strided:
             looked.append(((name,), None))
             continue
         # Those without memory are told apart by which of them are one object.

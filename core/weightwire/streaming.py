@@ -12,8 +12,8 @@ for a reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,11 @@ class StreamingSource(WeightSource):
         ties: Mapping[str, str] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        if not callable(stream):
+            raise ConfigError(
+                f"StreamingSource's stream is a {type(stream).__name__}: give a function that "
+                "returns a new iterator of (name, tensor) pairs"
+            )
         self._stream = stream
         self._device = torch.device(device)
         self._given = None if specs is None else {n: _spec(s) for n, s in specs.items()}
@@ -112,7 +117,7 @@ class StreamingSource(WeightSource):
             budget: bytes that may be held for later groups.
         """
         assert self._specs is not None  # noqa: S101 - resolve() has set it
-        stream = Stream(iter(self._stream()), self._specs, self._ties, table, rank, budget)
+        stream = Stream(self._pairs(), self._specs, self._ties, table, rank, budget)
         stream.device = self._device
         return stream
 
@@ -120,15 +125,43 @@ class StreamingSource(WeightSource):
         """Take the specs anew at the next ``send``, unless they were given."""
         self._specs = self._given
 
+    def _pairs(self) -> Generator[tuple[str, Tensor], None, None]:
+        """A new pass through the iterator."""
+        found = self._stream()
+        if not isinstance(found, Iterable):
+            raise ConfigError(
+                f"StreamingSource's stream returned a {type(found).__name__}: return an iterator "
+                "of (name, tensor) pairs"
+            )
+        return _unpacked(iter(found))
+
     def _first_pass(self) -> dict[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}
-        for name, tensor in self._stream():
+        for name, tensor in self._pairs():
             if name in self._ties:
                 continue
             if name in found:
                 raise ConfigError(f"the iterator yields {name!r} twice: names are keys")
             found[name] = _spec(_whole(name, tensor))
         return found
+
+
+def _unpacked(iterator: Iterator[Any]) -> Generator[tuple[str, Tensor], None, None]:
+    """Its pairs; closing this closes it."""
+    try:
+        for pair in iterator:
+            try:
+                name, tensor = pair
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"the iterator yields a {type(pair).__name__} that is no pair: yield "
+                    "(name, tensor)"
+                ) from None
+            yield name, tensor
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
 
 
 def refuse_lockstep(source: WeightSource, backend: Backend, world_size: int) -> None:
@@ -160,7 +193,7 @@ class Stream:
 
     def __init__(
         self,
-        iterator: Iterator[tuple[str, Tensor]],
+        iterator: Generator[tuple[str, Tensor], None, None],
         specs: Mapping[str, TensorSpec],
         ties: Mapping[str, str],
         table: TensorTable,
@@ -229,9 +262,7 @@ class Stream:
         """Leave the iterator wherever it is.  Idempotent."""
         self._current = None
         self._early.clear()
-        close = getattr(self._iterator, "close", None)
-        if close is not None:
-            close()
+        self._iterator.close()
 
     def _hold_current(self, group: int) -> None:
         """Before the next step: keep what came before its group, if this rank serves it."""

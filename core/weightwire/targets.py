@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weightwire.blocks import ANY
 from weightwire.copying import copy_all
+from weightwire.dense import require_dense, require_distinct
 from weightwire.devices import device_of
 from weightwire.errors import ConfigError, TableMismatch, UnsupportedOperation
 from weightwire.fingerprint import Fingerprint
@@ -427,12 +428,8 @@ def _require_plain(name: str, tensor: Tensor) -> Tensor:
             f"target tensor {name!r} is a DTensor: sharded targets aren't supported yet; "
             "give each rank's local tensors"
         )
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        raise ConfigError(f"target tensor {name!r} has no dense memory: materialise it first")
-    if any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        raise ConfigError(f"target tensor {name!r} is expanded: several elements share memory")
+    require_dense(f"target tensor {name!r}", tensor)
+    require_distinct(f"target tensor {name!r}", tensor)
     return tensor.detach()
 
 

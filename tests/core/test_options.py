@@ -40,6 +40,7 @@ def test_timeouts_are_finite_numbers_above_zero(name, value):
         ("on_receiver_loss", "ignore", "'fail' or 'continue'"),
         ("resume_from", -1, "greater than or equal to 0"),
         ("resume_from", "3", "a valid integer"),
+        ("resume_from", 10**12, "less than 1000000000000"),
         ("min_receivers", -1, "greater than or equal to 0"),
         ("overlap", 1, "a valid boolean"),
         ("keep_dtype", "*.bias", "a valid tuple"),

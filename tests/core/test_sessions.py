@@ -101,6 +101,8 @@ def test_threads_that_read_one_place_never_take_each_others_records_for_old_ones
         ("file:run42", "names no directory: write file:///absolute/path"),
         ("file:///tmp/a?b", "has a '?' or '#', which would cut it short: write %3F or %23"),
         ("file:///tmp/a#b", "has a '?' or '#', which would cut it short: write %3F or %23"),
+        ("file:///tmp/a\nb", "has a control character, which would be left out"),
+        ("tcp://127.0.0.1:29400/a\tb", "has a control character, which would be left out"),
         ("file:///tmp/a%00b", "has a zero byte: take it out"),
         ("tcp://127.0.0.1/run", "is incomplete: write tcp://host:port/name"),
         ("tcp://127.0.0.1:29400", "is incomplete: write tcp://host:port/name"),

@@ -102,15 +102,21 @@ def test_keep_without_a_wire_dtype_is_an_error():
     ("tensor", "kind", "message"),
     [
         (torch.empty(2, device="meta"), ConfigError, "is on the meta device: materialise it first"),
-        (torch.eye(2).to_sparse(), ConfigError, "has layout torch.sparse_coo: send a dense tensor"),
+        (torch.eye(2).to_sparse(), ConfigError, "has layout torch.sparse_coo: give a dense tensor"),
         (
             torch.zeros(1, dtype=torch.complex64),
             TableMismatch,
             "dtype torch.complex64 can't travel",
         ),
+        (torch.nn.UninitializedParameter(), ConfigError, "has no shape yet, it is a lazy module's"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+            ConfigError,
+            "is nested: give a dense",
+        ),
         ([1.0], ConfigError, "is a list, not a tensor"),
     ],
-    ids=["meta", "sparse", "complex", "list"],
+    ids=["meta", "sparse", "complex", "lazy", "nested", "list"],
 )
 def test_what_holds_no_dense_values_is_refused(tensor, kind, message):
     with pytest.raises(kind, match=message):

@@ -136,6 +136,35 @@ def test_names_shapes_and_shards_that_were_not_announced():
         collected(*stream_of("w", [1.0, 2.0]))
 
 
+def test_what_is_no_iterator_of_pairs_is_refused_by_name():
+    with pytest.raises(ConfigError, match="stream is a int: give a function"):
+        StreamingSource(5)
+    for stream, message in (
+        (lambda: None, "stream returned a NoneType: return an iterator"),
+        (lambda: [1], "yields a int that is no pair"),
+        (lambda: [("w", torch.zeros(2), 3)], "yields a tuple that is no pair"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            StreamingSource(stream).resolve(WireRules())
+
+
+def test_an_iterator_that_is_left_is_closed():
+    closed = []
+
+    def export():
+        try:
+            yield "a", torch.ones(2)
+            yield "b", torch.ones(2)
+        finally:
+            closed.append(True)
+
+    table, stream = opened(StreamingSource(export, specs=dict(export())))
+    closed.clear()
+    next(iter(stream.take(0, [table.tensors[0].name])))
+    stream.close()
+    assert closed == [True]
+
+
 def test_ties_are_passed_over_and_empty_iterators_refused():
     def export():
         yield "a", torch.ones(2)

@@ -193,19 +193,61 @@ def test_buffers_that_are_not_persistent_are_not_part_of_a_module_target():
     assert set(ModuleTarget(module).current()) == set(module.state_dict())
 
 
+def freed():
+    tensor = torch.zeros(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("tensor", "kind", "message"),
     [
-        (torch.empty(2, device="meta"), ConfigError, "has no dense memory: materialise it first"),
-        (torch.eye(2).to_sparse(), ConfigError, "has no dense memory: materialise it first"),
-        (torch.zeros(1).expand(2), ConfigError, "is expanded: several elements share memory"),
+        (torch.empty(2, device="meta"), ConfigError, "is on the meta device: materialise it first"),
+        (torch.eye(2).to_sparse(), ConfigError, "has layout torch.sparse_coo: give a dense tensor"),
+        (torch.zeros(1).expand(2), ConfigError, r"of shape .* has elements that share memory"),
+        (
+            torch.zeros(8).as_strided((2, 4), (2, 1)),
+            ConfigError,
+            r"of shape \(2, 4\) and strides \(2, 1\) has elements that share memory",
+        ),
+        (freed(), ConfigError, "has no memory, its storage was freed"),
+        (nn.UninitializedParameter(), ConfigError, "has no shape yet, it is a lazy module's"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+            ConfigError,
+            "is nested: give a dense",
+        ),
         ("w", ConfigError, "is a str, not a tensor"),
     ],
-    ids=["meta", "sparse", "expanded", "no tensor"],
+    ids=["meta", "sparse", "expanded", "overlapping", "freed", "lazy", "nested", "no tensor"],
 )
 def test_what_cannot_be_filled_is_refused(tensor, kind, message):
     with pytest.raises(kind, match=f"target tensor 'w' {message}"):
         MappingTarget({"w": tensor}).plan(table_of(w=torch.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        torch.zeros(3, 4).T,
+        torch.zeros(4, 6)[:, ::2],
+        torch.zeros(2, 3, 4).permute(1, 2, 0),
+        torch.zeros(0, 4).expand(3, 0, 4),
+    ],
+    ids=["transposed", "columns", "permuted", "empty"],
+)
+def test_strides_that_step_over_everything_are_no_sharing(own):
+    MappingTarget({"w": own}).plan(table_of(w=torch.zeros(own.shape)))
+
+
+def test_a_tensor_that_was_freed_since_it_was_planned_is_refused_before_a_byte_moves():
+    own = torch.zeros(4)
+    target = MappingTarget({"w": own})
+    target.plan(table_of(w=torch.zeros(4)))
+    target.begin(1)
+    own.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match="target tensor 'w' has no memory"):
+        target.begin(2)
 
 
 def test_a_stride_of_zero_over_one_element_is_no_sharing():

@@ -392,6 +392,13 @@ def test_what_others_wrote_is_data_on_the_terminal(tmp_path: Path) -> None:
     assert "is a '\\x1b[2J[bold]', not a MemberRecord: is something else" in result.stdout
 
 
+def test_a_directory_that_no_session_could_make(tmp_path: Path) -> None:
+    for place, state in ((tmp_path / "new", "ok"), (tmp_path / "mistyped" / "new", "failed")):
+        finding = examine("directory.fsync", directory=str(place))["directory.fsync"]
+        assert verdict_of(finding)[0] == state, finding
+        assert not place.exists()
+
+
 def test_a_directory_that_cannot_be_written() -> None:
     names = ("directory.rename", "directory.fsync", "directory.lock")
     for finding in examine(*names, directory="/sys/kernel").values():

@@ -59,7 +59,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "empty shard": (lambda d: os.truncate(d / SHARD, 0), VerificationError, SHARD),
     "longer shard": (lambda d: os.truncate(d / SHARD, 1 << 24), VerificationError, SHARD),
     "other header": (lambda d: overwrite(d / SHARD, 12, b"#"), VerificationError, SHARD),
-    "link in place of a shard": (lambda d: as_link(d / SHARD), TransferError, "v00000001"),
+    "link in place of a shard": (lambda d: as_link(d / SHARD), VerificationError, SHARD),
     "missing marker": (lambda d: (d / "weightwire.json").unlink(), VerificationError, "finished"),
     "torn marker": (lambda d: truncate(d / "weightwire.json", 9), VerificationError, "torn"),
     "binary marker": (

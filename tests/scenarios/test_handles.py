@@ -133,6 +133,53 @@ def test_a_version_that_ends_between_its_waves_leaves_nobody_out_of_the_next(
     assert [float(follower.weights["w"][0]) for follower in followers] == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("backend", ["memory", "filesystem", "nccl", "nixl"])
+def test_a_version_that_was_refused_for_its_shapes_is_followed_by_one_as_before(
+    session: str, backend: str
+) -> None:
+    source, target = {"w": torch.zeros(4)}, {"w": torch.zeros(4)}
+    options: dict[str, Any] = {"session": session, "timeout": SECONDS / 2}
+    with (
+        weightwire.open_sender(backend, source=source, **options) as sender,
+        weightwire.open_receiver(backend, target=target, receiver_id="r", **options) as receiver,
+    ):
+        for version, size in ((1, 4), (2, 5), (3, 4)):
+            source["w"] = torch.full((size,), float(version))
+            sent, received = together(
+                lambda number=version: sender.send(number, wait="applied"),  # type: ignore[misc]
+                receiver.receive,
+            )
+            if version == 2:
+                assert isinstance(sent, weightwire.TableMismatch)
+                assert isinstance(received, weightwire.TableMismatch)
+                continue
+            assert (sent.version, received.version) == (version, version)
+            assert torch.equal(target["w"], source["w"])
+
+
+def test_a_version_that_isnt_where_a_receiver_looks_is_an_error_that_says_where_it_was_written(
+    session: str, tmp_path: Path
+) -> None:
+    """Also where the call's deadline comes before a listing has to show it."""
+    with (
+        weightwire.open_sender(
+            {"backend": "filesystem", "directory": str(tmp_path / "here")},
+            session=session,
+            source={"w": torch.ones(4)},
+        ) as sender,
+        weightwire.open_receiver(
+            {"backend": "filesystem", "directory": str(tmp_path / "there"), "visible_within": 60},
+            session=session,
+            target={"w": torch.zeros(4)},
+            receiver_id="r",
+        ) as receiver,
+    ):
+        sender.send(1)
+        with pytest.raises(TransferError, match=rf"the sender writes to {tmp_path}/here; set"):
+            receiver.receive(timeout=1)
+        assert receiver.version is None
+
+
 class Transposed(weightwire.WeightSource):
     """Its checkpoint has ``q``, which is ``m`` transposed."""
 

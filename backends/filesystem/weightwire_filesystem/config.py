@@ -38,7 +38,7 @@ class FilesystemConfig(BackendConfig):
 
     directory: Path | None = None
     checkpoint_files: Path | tuple[Path, ...] | None = None
-    keep: int = Field(default=2, ge=1, strict=True)
+    keep: int = Field(default=2, ge=1, le=1 << 20, strict=True)
     threads: int | None = Field(default=None, ge=1, le=64)
     files_per_rank: int = Field(default=4, ge=1, le=64)
     file_mode: Mode = "0600"

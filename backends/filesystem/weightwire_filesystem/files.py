@@ -88,8 +88,13 @@ def create_file(path: Path, mode: int) -> int:
 
 def open_for_reading(path: Path) -> int:
     """Open a regular file of a version; anything else in its place is refused."""
-    # Opening a pipe would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | posix.NOFOLLOW | posix.NONBLOCK)
+    try:
+        # Opening a pipe would wait for its writer.
+        fd = os.open(path, os.O_RDONLY | posix.NOFOLLOW | posix.NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise VerificationError(f"{path} is a symbolic link: send a newer version") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise VerificationError(f"{path} isn't a regular file: send a newer version")

@@ -164,7 +164,9 @@ class FilesystemReceiver(ReceiverTransport):
     def _locate(self, offer: Offer) -> Path:
         """The version's directory, once a directory listing shows it."""
         name = manifest.version_name(offer.policy)
-        late = time.monotonic() + self._config.visible_within
+        # Before the call's deadline, which would say less.
+        patience = min(self._config.visible_within, 0.9 * self._context.watch.deadline.remaining())
+        late = time.monotonic() + patience
 
         def look() -> str | None:
             try:

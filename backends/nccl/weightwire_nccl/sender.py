@@ -76,7 +76,9 @@ class NcclSender(SenderTransport):
         self._seals: list[int] = []
         self._epoch: Epoch | None = None
         self._end: Owner | None = None
-        self._plans: dict[str, ChannelPlan] = {}  # of this rank's shards
+        # Those of the version that the group opened last, whose readers won't tell them again,
+        # also if a version of another table was refused since; of this rank's shards.
+        self._plans: dict[str, ChannelPlan] = {}
         self._under_way: deque[Job[Job[None]]] = deque()
         self._epochs = 0
         self._last_opening = ""
@@ -87,11 +89,10 @@ class NcclSender(SenderTransport):
         rank = self._context.rank
         digest = table.digest()
         if digest == self._table_digest:
-            return  # readers told their plans for it, and won't again
+            return
         self._table, self._table_digest = table, digest
         self._shards = shards_by_owner(table).get(rank, [{} for _ in table.groups])
         self._seals = [seal_bound(len(shards)) for shards in self._shards]
-        self._plans.clear()
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(self._info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import signal
@@ -22,6 +23,15 @@ INSTALL = "install it with `pip install 'weightwire[conformance]'`"
 _INTERRUPTED, _USAGE, _NOTHING_RUN = 2, 4, 5  # pytest's exit codes
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODES = {_INTERRUPTED: 130, _USAGE: 2, _NOTHING_RUN: 2}
+
+
+def _device(text: str) -> str:
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        if torch.device(text).type in ("cpu", "cuda"):
+            return text
+    raise typer.BadParameter(f"{text!r} is neither cpu nor cuda")
 
 
 def conformance(
@@ -66,6 +76,7 @@ def conformance(
             "--device",  # typer before 0.29 takes a metavar that is its name in capitals for it
             metavar="DEVICE",
             help="Where tensors lie: cpu, or cuda for one GPU.",
+            parser=_device,
         ),
     ] = "cpu",
     jobs: Annotated[

@@ -262,8 +262,8 @@ def _unnamed(options: CheckOptions) -> Verdict | None:
 def _place(options: CheckOptions) -> Iterator[Path]:
     """A directory of our own in the one that was named, or where that will be made."""
     named = Path(options.directory)
-    while not named.is_dir() and named != named.parent and not named.exists():
-        named = named.parent
+    if not named.exists() and named.absolute().parent.is_dir():
+        named = named.absolute().parent  # a session makes its directory, and no more
     place = named / f".weightwire-doctor-{secrets.token_hex(6)}"
     with (Path(options.scratch) / _PLACE).open("a") as file:
         file.write(f"{place.absolute()}\0")  # should this process be killed

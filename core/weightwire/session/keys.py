@@ -34,6 +34,7 @@ from weightwire.errors import ConfigError
 
 __all__ = [
     "SESSION",
+    "VERSIONS",
     "agree",
     "answer",
     "is_component",
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 SESSION = "session"
+VERSIONS = 10**12
+"""Versions are below: keys hold them in order."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}\Z")
 _VERSION = re.compile(r"(\d{1,19})\.(\d{1,9})\Z")
@@ -67,7 +70,7 @@ def validate_member_id(member_id: str) -> str:
 
 def validate_version(number: int) -> int:
     """Return a version number that keys hold in order, else raise ``ConfigError``."""
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 10**12:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < VERSIONS:
         raise ConfigError(
             f"version {number!r} isn't a whole number from 0 to 10**12 - 1: pass an int"
         )

@@ -40,6 +40,11 @@ def _split(url: object) -> SplitResult:
         raise ConfigError(
             f"session {shown(url)} is no URL: write file:///directory or tcp://host:port/name"
         )
+    if any(character < " " for character in str(url)):
+        raise ConfigError(
+            f"session URL {shown(url)} has a control character, which would be left out: "
+            "write it as a %xx escape, or choose another name"
+        )
     if any("\ud800" <= character <= "\udfff" for character in str(url)):
         raise ConfigError(
             f"session URL {shown(url)} isn't valid Unicode: write other bytes as %xx escapes"
