@@ -177,10 +177,13 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     Attributes:
         digests: by tensor index, the 64-bit digest of the shards that this owner serves.
         owner: the trainer rank that serves them; -1 if that isn't known.
+        of: which attempt of which version of which session they are of (``stamp``).  Core
+            refuses seals of another one, and digests bind the bytes to the seal.
     """
 
     digests: dict[int, int]
     owner: int = -1
+    of: int = 0
 
 
 def _cpu() -> torch.device:
@@ -292,10 +295,16 @@ class SenderTransport(ABC):
     def put(self, group: int, tensors: Mapping[int, Tensor], seal: Seal) -> None:
         """Send, announce or store this rank's part of one group.
 
+        Between this call and the transport's next one any length of time may pass, and no
+        ``settle`` need come: what a receiver needs to fetch the group (a connection, a
+        handshake, the announcement; in ``push`` the bytes) mustn't wait for a later call.
+
         Args:
             group: index into the table's groups.
             tensors: by tensor index, contiguous, of the wire dtype and of the
-                shape of the shard this rank owns (of one that lies in blocks of
+                shape of what this rank has of the tensor in this group, as in
+                ``slot_layout(table, group, rank).shards``: of one that is cut over
+                several groups, a part of its shard (of one that lies in blocks of
                 columns, its elements as they lie).  They lie in the slot when
                 there is one; otherwise they are unchanged until ``settle``,
                 ``finish`` or, with ``put_frees_earlier``, a later ``put`` returns.
@@ -310,7 +319,10 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when this rank's bytes are safe: stored, or credited by every reader."""
+        """Return when this rank's bytes are safe: stored, or credited by every reader.
+
+        From then on nothing of this version reads memory that core handed over.
+        """
 
     def publish(self) -> None:
         """``store`` only, on rank 0, after every rank's ``finish``: make the version visible."""
@@ -328,7 +340,13 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Give the version up, and leave the transport fit for the next one.  Never waits long."""
+        """Give the version up, and leave the transport fit for the next one.  Never waits long.
+
+        Once it has returned, nothing in this process reads memory that core handed over for
+        this version, or writes to it: threads and posted operations have ended.  What a
+        library can't cancel uses memory of the transport's own, which is set aside until that
+        is over.  What a peer still reads from here, it discards.
+        """
 
     def drop(self, policy: Policy) -> None:
         """Delete a finished or void version; called on rank 0 when no reader holds it."""
@@ -440,11 +458,20 @@ class ReceiverTransport(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Every group has been taken: give back what the version held."""
+        """Every group has been taken: give back what the version held.
+
+        From then on nothing of this version writes to memory that core handed over.
+        """
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Give the version up, and leave the transport fit for the next one.  Never waits long."""
+        """Give the version up, and leave the transport fit for the next one.  Never waits long.
+
+        Once it has returned, nothing writes to memory that core handed over for this version,
+        from here or from a peer: threads and posted operations have ended.  What a library
+        can't cancel lands in memory of the transport's own (``slot``), which is set aside until
+        that is over.
+        """
 
     def release_buffers(self) -> None:
         """Give back the memory that only moving bytes takes; see the sender's.

@@ -132,14 +132,19 @@ class FetchPlan:
         capabilities: Capabilities,
         *,
         version: int,
+        of: int,
         verify: Verify,
         watch: Watch,
         phases: Phases,
     ) -> Fetched:
         """Bring, verify and write every group; returns the digests of what arrived.
 
+        Args:
+            of: the version's ``stamp``.
+
         Raises:
-            VerificationError: a tensor isn't what its owner sealed.
+            VerificationError: a tensor isn't what its owner sealed, or was sealed as of another
+                version.
         """
         total = 0
         parts: list[PartDigests] = []
@@ -162,7 +167,7 @@ class FetchPlan:
                     target.prepare_fingerprint(version)
                 prepared = True
             if here is None:
-                here = self._arrive(posted.popleft(), transport, verify, version, phases)
+                here = self._arrive(posted.popleft(), transport, of, verify, version, phases)
             with phases.timed("verify"):
                 arrived = self._verify(here, verify, version, parts)
                 total = (total + arrived) & _MASK
@@ -177,7 +182,7 @@ class FetchPlan:
             if landed:
                 # Its digests are queued right behind what was written, not after a wait for that:
                 # where another process shares the GPU, each wait is for its turn.
-                here = self._arrive(posted.popleft(), transport, verify, version, phases)
+                here = self._arrive(posted.popleft(), transport, of, verify, version, phases)
         with phases.timed("commit"):
             transport.finish()
         return Fetched(total, tuple(parts))
@@ -186,6 +191,7 @@ class FetchPlan:
         self,
         posted: _Posted,
         transport: ReceiverTransport,
+        of: int,
         verify: Verify,
         version: int,
         phases: Phases,
@@ -193,6 +199,13 @@ class FetchPlan:
         """Wait for a group, and begin to look at what came."""
         with phases.timed("fetch"):
             seals = transport.fetch(posted.group, posted.memory)
+        for seal in seals:
+            if seal.of != of:
+                raise VerificationError(
+                    f"group {posted.group} of version {version} came with the seal of another "
+                    f"version or session, from trainer rank {seal.owner}: send it again; if it "
+                    "stays so, the backend mixes versions up"
+                )
         with phases.timed("verify"):
             held = [posted.memory[position] for position in self._groups[posted.turn][1]]
             digests = self._digester.start(posted.turn, held, verify, version)

@@ -20,6 +20,7 @@ from weightwire.report import Report
 from weightwire.session.agreement import Agreement
 from weightwire.session.records import Applied, RankReport, recorded, unpack
 from weightwire.session.session import Session
+from weightwire.stamp import stamp
 from weightwire.table import TensorTable
 from weightwire.targets import WeightTarget
 from weightwire.waiting import Act, Run, Steps, drive
@@ -184,6 +185,7 @@ class Replica:
                 self._target,
                 self._capabilities,
                 version=offer.policy.version,
+                of=stamp(self._session.id, offer.policy),
                 verify=offer.verify,
                 watch=self._watch,
                 phases=attempt.phases,

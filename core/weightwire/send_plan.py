@@ -91,6 +91,7 @@ class SendPlan:
         exchange: Exchange,
         *,
         version: int,
+        of: int,
         verify: Verify,
         watch: Watch,
         phases: Phases,
@@ -98,6 +99,7 @@ class SendPlan:
         """Move every group of this rank; returns the digest of what was sent.
 
         Args:
+            of: the version's ``stamp``.
             tensors: this rank's tensors by name, of a shard's shape where it is one; or
                 a stream that yields full ones.
         """
@@ -138,7 +140,7 @@ class SendPlan:
                     # for it, transports that queue would hold as much as they like.
                     transport.settle()
             with phases.timed("announce"):
-                transport.put(group, staged, Seal(digests, self._rank))
+                transport.put(group, staged, Seal(digests, self._rank, of))
             is_under_way = len(self._scratches) > 1
             total = (total + sum(digests.values())) & _MASK
         if isinstance(tensors, Stream):

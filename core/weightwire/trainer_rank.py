@@ -24,6 +24,7 @@ from weightwire.session.lease import Member
 from weightwire.session.records import unpack
 from weightwire.session.session import Session, blob_digest
 from weightwire.sources import Resolved, Resolver, Spec, WeightSource, WireRules
+from weightwire.stamp import stamp
 from weightwire.streaming import Stream, StreamingSource, refuse_lockstep
 from weightwire.table import TensorTable
 from weightwire.tables import build_table, merge_views
@@ -308,6 +309,7 @@ class TrainerRank:
                 self._backend.capabilities,
                 self._exchange,
                 version=offer.policy.version,
+                of=stamp(self._session.id, offer.policy),
                 verify=self._options.verify,
                 watch=self._watch,
                 phases=phases,

@@ -40,7 +40,7 @@ class BareTarget(WeightTarget):
         raise NotImplementedError
 
 
-def fetch(plan, transport, target, *, version, verify):
+def fetch(plan, transport, target, *, version, verify, of=0):
     """Every group of a version."""
     watch = Watch()
     watch.start(Deadline(10))
@@ -49,6 +49,7 @@ def fetch(plan, transport, target, *, version, verify):
         target,
         MemoryBackend.capabilities,
         version=version,
+        of=of,
         verify=verify,
         watch=watch,
         phases=Phases(),

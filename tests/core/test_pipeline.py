@@ -7,10 +7,11 @@ import torch
 from fetching import BareTarget, BareTransport, fetch
 
 from weightwire import copying
-from weightwire.contract import Seal
+from weightwire.contract import Policy, Seal
 from weightwire.digest import box_digest, tensor_key
 from weightwire.errors import VerificationError
 from weightwire.pipeline import FetchPlan
+from weightwire.stamp import stamp
 from weightwire.table import Group, Region, Shard, TensorEntry, TensorTable
 
 NAMES = ["a", "b", "c", "d"]
@@ -123,3 +124,20 @@ def test_writing_leaves_bandwidth_to_a_group_that_it_would_slow_down(slowed, ove
     transport.slowed_by_copies = slowed
     fetch(plan, transport, Leaving([]), version=1, verify="sample")
     assert leaves == [slowed and overlap] * 3 + [False]  # beside the last one nothing arrives
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_a_seal_of_another_version_is_refused_before_anything_is_written(verify):
+    events = []
+    target = Recording(events)
+    plan = FetchPlan(TABLE, [Region.whole(i, e) for i, e in enumerate(TABLE.tensors)])
+    of = stamp("0123456789abcdef", Policy(1, 2, 1))
+    with pytest.raises(VerificationError, match="group 0 of version 2 came with the seal of anoth"):
+        fetch(plan, Scripted(events, ()), target, version=2, verify=verify, of=of)
+    assert not target.held
+
+
+def test_every_attempt_of_every_version_has_a_stamp_of_its_own():
+    policies = [Policy(i, v, a) for i in (1, 2, 11) for v in (1, 11, 111) for a in (1, 2, 11)]
+    stamps = {stamp(session, policy) for session in ("ab", "abc") for policy in policies}
+    assert len(stamps) == 2 * len(policies)

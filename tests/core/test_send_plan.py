@@ -79,6 +79,7 @@ def send(
         MemoryBackend.capabilities,
         None,  # type: ignore[arg-type]  # nothing is cut over ranks
         version=version,
+        of=0,
         verify="sample",
         watch=watch,
         phases=Phases(),

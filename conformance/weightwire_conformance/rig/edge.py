@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -68,7 +69,8 @@ def _point_sender(transport: SenderTransport, points: Points) -> None:
                 tensors = {i: tensor.clone() for i, tensor in tensors.items()}
             _flip(tensors)
         elif action == "misseal":
-            seal = Seal({i: digest ^ 1 for i, digest in seal.digests.items()}, seal.owner)
+            wrong = {i: digest ^ 1 for i, digest in seal.digests.items()}
+            seal = msgspec.structs.replace(seal, digests=wrong)
         put(group, tensors, seal)
 
     transport.begin = pointed_begin  # type: ignore[method-assign]

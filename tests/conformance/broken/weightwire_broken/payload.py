@@ -66,6 +66,22 @@ class SwapsTwo(BrokenMemory):
 
 
 @broken
+class SwapsWithAGroupAhead(BrokenMemory):
+    """Once the next group is posted, two tensors of one shape change places."""
+
+    class receiver_class(SwapsTwo.receiver_class):  # noqa: N801
+        ahead = 0
+
+        def post(self, group, regions):
+            self.ahead = group
+
+        def fetch(self, group, regions):
+            if group < self.ahead:
+                return super().fetch(group, regions)
+            return MemoryReceiver.fetch(self, group, regions)
+
+
+@broken
 class ServesStale(BrokenMemory):
     """Every version is the first one, seals included."""
 
@@ -164,7 +180,7 @@ class ForgesSeals(BrokenMemory):
             pass
 
         def fetch(self, group, regions):
-            super().fetch(group, regions)
+            (of,) = {seal.of for seal in super().fetch(group, regions)}
             digests = {}
             for i, tensor in regions.items():
                 self.change(tensor)
@@ -178,7 +194,7 @@ class ForgesSeals(BrokenMemory):
                     verify="full",
                     version=self._policy.version,
                 )
-            return [Seal({i: digest & ((1 << 64) - 1) for i, digest in digests.items()})]
+            return [Seal({i: digest & ((1 << 64) - 1) for i, digest in digests.items()}, of=of)]
 
 
 @broken
@@ -198,7 +214,7 @@ class SpoilsSeals(BrokenMemory):
     class receiver_class(MemoryReceiver):  # noqa: N801
         def fetch(self, group, regions):
             return [
-                Seal({i: digest ^ 1 for i, digest in seal.digests.items()}, seal.owner)
+                Seal({i: digest ^ 1 for i, digest in seal.digests.items()}, seal.owner, seal.of)
                 for seal in super().fetch(group, regions)
             ]
 
@@ -255,6 +271,27 @@ class MutatesAfterCommit(BrokenMemory):
             victim = next(t for t in self.last.values() if t.numel())
             threading.Timer(0.15, lambda: raw(victim).bitwise_not_()).start()
             super().finish()
+
+
+@broken
+class WritesLate(BrokenMemory):
+    """What arrived of a version that is given up is written again, a little later."""
+
+    class receiver_class(MemoryReceiver):  # noqa: N801
+        last = ()
+
+        def fetch(self, group, regions):
+            seals = super().fetch(group, regions)
+            self.last = [(raw(t), raw(t).clone()) for t in regions.values() if t.numel()]
+            return seals
+
+        def abort(self, error):
+            def write(last=self.last):
+                for memory, arrived in last:
+                    memory.copy_(arrived)
+
+            threading.Timer(0.6, write).start()
+            super().abort(error)
 
 
 @broken
