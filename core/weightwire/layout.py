@@ -62,7 +62,11 @@ class Box(Protocol):
 
 
 def intersection(a: Box, b: Box) -> Part | None:
-    """The elements that two boxes of one tensor have in common, or None."""
+    """The elements that two boxes of one tensor have in common, or None.
+
+    Raises:
+        ValueError: they haven't equally many dimensions: check a box that came from outside.
+    """
     return Part(a.offsets, a.sizes).meet(b.offsets, b.sizes)
 
 
@@ -180,7 +184,12 @@ class SlotLayout:
 def cut_out(
     tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int], origin: Sequence[int]
 ) -> Tensor:
-    """The view of a box of a tensor whose first element has the global index ``origin``."""
+    """The view of a box of a tensor whose first element has the global index ``origin``.
+
+    Raises:
+        ValueError: the box and ``origin`` haven't equally many dimensions: check a box that
+            came from outside.
+    """
     if tuple(tensor.shape) == tuple(sizes):
         return tensor
     return tensor[

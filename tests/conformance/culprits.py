@@ -22,6 +22,7 @@ HURRIED = "is gone|gave up|reused the slot|no announcement"
 UNFIT = "state that it doesn't know"
 UNNOTICED = "receive should have failed"
 SILENT = "isn't version|isn't what was sent"
+STALE = "with the seal of another version"
 LOST = "hangs: no answer"
 
 
@@ -66,6 +67,10 @@ PROOFS = [
         ),
         _proofs("odd-names-arrive", ("mistakes-names", "UnicodeEncodeError")),
         _proofs("tensors-of-one-shape-arent-confused", ("swaps-two", "isn't version 1")),
+        _proofs(
+            "tensors-of-one-shape-arent-confused-with-a-group-ahead",
+            ("swaps-with-a-group-ahead", "isn't version 1"),
+        ),
         _proofs("thousands-of-tiny-tensors-arrive[300]", ("counts-in-a-byte", SILENT)),
         _proofs("a-tensor-larger-than-its-group-arrives[3-MiB]", ("truncates", SILENT)),
         [Proof("a-tensor-over-two-gibibytes-arrives", "wraps-at-two-gibibytes", SILENT, soak=True)],
@@ -125,18 +130,18 @@ PROOFS = [
         # versions
         _proofs(
             "versions-in-a-row-arrive-each-with-its-own-values[6]",
-            ("serves-stale", "isn't version 2"),
+            ("serves-stale", STALE),
         ),
         _proofs(
             "versions-in-a-row-arrive-each-with-its-own-values[20]",
-            ("counts-to-eight", "isn't version 9"),
+            ("counts-to-eight", STALE),
         ),
         _proofs("version-numbers-may-skip", ("expects-the-next", "version 7 doesn't follow")),
         _proofs("versions-must-rise", ("takes-any-order", "TransferTimeout")),
         _proofs(
             "a-version-is-applied-once", ("offers-again", "an applied version is offered again")
         ),
-        _proofs("a-receiver-that-is-behind-takes-the-newest", ("one-behind", "isn't version 9")),
+        _proofs("a-receiver-that-is-behind-takes-the-newest", ("one-behind", STALE)),
         _proofs("the-source-may-change-once-send-has-returned", ("acknowledges-early", HURRIED)),
         _proofs(
             "a-version-stays-until-the-next-one-begins", ("mutates-after-commit", "isn't version 1")
@@ -153,6 +158,10 @@ PROOFS = [
             "tensors-that-moved-are-read-where-they-are", ("reads-where-it-read-first", SILENT)
         ),
         _proofs("another-grouping-is-planned-again", ("forgets-its-plan", "planned already")),
+        _proofs(
+            "released-buffers-come-again-with-the-next-version[one-rank-each]",
+            ("sizes-a-table-once", "sender rank 0 sent can't be read"),
+        ),
         _proofs(
             "digests-are-those-of-every-other-backend",
             ("mixes-otherwise", "version 1: [0-9a-f]{16} isn't [0-9a-f]{16}"),
@@ -172,7 +181,7 @@ PROOFS = [
             ("over-declares", "no offer from the sender"),
             ("drops-from-files", SILENT),
         ),
-        _proofs("a-late-receiver-catches-up-at-once", ("one-behind", "isn't version 3")),
+        _proofs("a-late-receiver-catches-up-at-once", ("one-behind", STALE)),
         _proofs("finished-versions-outlive-their-sender", ("needs-its-sender", "has ended")),
         _proofs(
             "a-resumed-sender-voids-what-came-after",
@@ -198,6 +207,7 @@ PROOFS = [
         _proofs(
             "a-receiver-that-fails-part-way-says-so-and-recovers[fetching]",
             ("unfit-after-abort", UNFIT),
+            ("writes-late", "isn't version 3"),
         ),
         _proofs(
             "a-receiver-that-fails-part-way-says-so-and-recovers[committing]",
@@ -206,7 +216,7 @@ PROOFS = [
         _proofs(
             "a-receiver-that-fails-part-way-says-so-and-recovers[a-group-ahead]",
             # What is handed out again is never fetched.
-            ("keeps-what-it-posted", f"{SILENT}|no credit for group"),
+            ("keeps-what-it-posted", f"{STALE}|no credit for group"),
         ),
         _proofs(
             "a-version-that-ends-as-it-begins-is-given-up-on-both-sides[in-begin]",
@@ -232,6 +242,11 @@ PROOFS = [
             ("gives-up-with-the-lost", "broke the connection"),
         ),
         _proofs(
+            "the-others-go-on-without-a-receiver-that-stands-still[fetching]",
+            ("holds-on-to-the-lost", "no credit for group"),
+            ("loses-by-prefix", f"{HURRIED}|from receiver 'r-10'"),
+        ),
+        _proofs(
             "a-receiver-that-dies-before-it-says-so-hasnt-applied-the-version[fail]",
             ("takes-sent-for-applied", "send should have failed"),
         ),
@@ -253,7 +268,11 @@ PROOFS = [
             ("keeps-its-own-time", "with a deadline of"),
         ),
         _proofs("closing-ends-a-call-that-waits-for-an-offer", ("hangs-when-closed", LOST)),
-        _proofs("closing-ends-a-call-that-waits-for-bytes", ("ignores-a-lost-sender", LOST)),
+        _proofs(
+            "closing-ends-a-call-that-waits-for-bytes",
+            ("ignores-a-lost-sender", LOST),
+            ("announces-with-the-next", "must be fetchable without another call on the sender"),
+        ),
         # tables
         _proofs(
             "a-table-that-differs-in-something-is-refused[a-name]",
@@ -339,6 +358,7 @@ ENGINES = {"a-vllm-engine-follows-by-its-traced-loader"}
 
 SLOW = {
     "acknowledges-early",
+    "announces-with-the-next",
     "hangs",
     "hangs-when-closed",
     "holds-on-to-the-lost",
@@ -346,6 +366,7 @@ SLOW = {
     "ignores-a-lost-receiver",
     "ignores-a-lost-sender",
     "keeps-what-it-posted",
+    "loses-by-prefix",
     "over-declares",
     "remembers-the-first-sender",
     "takes-any-blob",

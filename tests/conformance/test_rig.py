@@ -13,7 +13,7 @@ import pytest
 
 from weightwire_conformance.execute import Bench, prepare
 from weightwire_conformance.outcomes import Outcome
-from weightwire_conformance.rig import Pool
+from weightwire_conformance.rig import Pool, leavings
 from weightwire_conformance.rig.leavings import shared_files
 from weightwire_conformance.scenario import Case
 
@@ -57,6 +57,14 @@ def test_nothing_is_left_of_a_scenario_that_fails(backend: str) -> None:
         assert not any(alive(pid) for pid in pids)
         assert not [path for path in held if Path(path).exists()]
     assert not pool.directory.exists()
+
+
+def test_a_child_that_is_left_is_named_by_its_command_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(leavings, "_SETTLE_SECONDS", 0.0)
+    with subprocess.Popen(["sleep", "61"]) as child:
+        found = leavings.Leavings().problems()
+        child.kill()
+    assert f"child process {child.pid} still runs: sleep 61" in found
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:

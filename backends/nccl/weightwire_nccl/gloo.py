@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightwire.errors import TransferError
 from weightwire.gloo import end_group
 from weightwire_nccl.wire import Wire, WireBroken, WireLate, Work
 
@@ -36,8 +37,14 @@ class GlooWire(Wire):
 
         group_type: Any = ProcessGroupGloo  # its options aren't in the stub
         options = group_type._Options()
-        # Connections on demand would be made while a group is under way, and hang there.
-        options._devices = [group_type.create_device(hostname=host, lazy_init=False)]
+        try:
+            # Connections on demand would be made while a group is under way, and hang there.
+            options._devices = [group_type.create_device(hostname=host, lazy_init=False)]
+        except RuntimeError as error:
+            raise TransferError(
+                f"Gloo can't open a socket on {host} here: raise `ulimit -n` if files ran out, or "
+                f"set the nccl backend's option 'host' to an address of this machine\n{error}"
+            ) from error
         options._timeout = datetime.timedelta(seconds=seconds)
         options._threads = _THREADS
         self.device = torch.device("cpu")

@@ -9,6 +9,7 @@ up hangs up on its own connection.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from pathlib import Path
@@ -111,18 +112,23 @@ class Client:
 
         Raises:
             PeerLost: nobody listens.
+            TransferError: this process has no file descriptor left.
         """
-        self._others = self._own_ports()
         seconds = min(_CONNECT_SECONDS, max(0.1, seconds))
         try:
+            self._others = self._own_ports()
             tcpstore.probe(self._host, self._port, seconds)
             self.store = tcpstore.connect(self._host, self._port, seconds)
+            self._ports = self._own_ports() - self._others
         except (OSError, RuntimeError) as error:
             raise self.gone(error) from error
-        self._ports = self._own_ports() - self._others
 
-    def gone(self, error: BaseException) -> PeerLost:
+    def gone(self, error: BaseException) -> TransferError:
         """What a failed operation means."""
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return TransferError(
+                f"no more files can be opened here ({error.strerror}): raise `ulimit -n`"
+            )
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PeerLost(
             f"{self._who} is gone, or can't be reached at {self._host}:{self._port}: restart it, "

@@ -238,7 +238,7 @@ class Commands:
         self._instrument(backend)
         leaves = oracle.model(model, sizes)
         ranks = options["rank"], options["world_size"]
-        placed = Placed(placement, rendezvous, *ranks) if placement else None
+        placed = Placed(placement, rendezvous, *ranks, memory) if placement else None
         if placed:
             self._leavings.spare_ports()
         cuts = placed.cuts(leaves) if placed else oracle.whole
@@ -290,6 +290,10 @@ class Commands:
         )
         self._open = _Member(handle, leaves, tensors, seed, cuts)
         return {"pid": os.getpid()}
+
+    def do_release_buffers(self) -> None:
+        with self._timed():
+            self._member.handle.release_buffers()
 
     def do_close(self) -> None:
         with self._timed():

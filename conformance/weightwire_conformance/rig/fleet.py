@@ -222,9 +222,7 @@ class Fleet:
         """
         if placement is not None:
             meeting = self.directory / f"trainer-{len(self._sides)}"
-            # Its mesh is Gloo's, so that several ranks may share a device: in host memory.
             options = {**options, "placement": placement, "rendezvous": str(meeting)}
-            options["memory"] = "cpu"
             self.pool.preload(*PRELOAD)  # at the latest: see ``Case.imports``
             # What torch keeps of a process group isn't for the next scenario.
             workers = [self.worker(fresh=True) for _ in range(ranks)]

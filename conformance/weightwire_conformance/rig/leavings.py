@@ -5,6 +5,7 @@ Linux only, as is the rig: it reads ``/proc``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -173,7 +174,16 @@ def _left_children() -> list[str]:
             children += (task / "children").read_text().split()
         except OSError:
             continue  # the thread has just ended
-    return [f"child process {pid} still runs" for pid in children]
+    return [f"child process {pid} still runs: {_command_line(pid)}" for pid in children]
+
+
+def _command_line(process: str) -> str:
+    """What a process was started with; only its name, once it has ended."""
+    found = []
+    for what in ("cmdline", "comm"):
+        with contextlib.suppress(OSError):  # it has just been waited for
+            found += Path(f"/proc/{process}/{what}").read_bytes().replace(b"\0", b" ").splitlines()
+    return next((line.decode(errors="replace").strip() for line in found if line.strip()), "?")
 
 
 def _listening() -> list[int]:

@@ -61,9 +61,13 @@ class Placed:
 
     Args:
         rendezvous: a file that all ranks can see, and that doesn't exist yet.
+        device: on which the pieces lie.  The mesh is Gloo's all the same, so that several ranks
+            may share a GPU: nothing is sent over it.
     """
 
-    def __init__(self, placement: str, rendezvous: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, placement: str, rendezvous: str, rank: int, world_size: int, device: str
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         self._placement = PLACEMENTS[placement]
@@ -75,7 +79,7 @@ class Placed:
             timeout=timedelta(seconds=MEETING_SECONDS),
         )
         self._shape = self._placement.mesh(world_size)
-        self._mesh = init_device_mesh("cpu", self._shape)
+        self._mesh = init_device_mesh(torch.device(device).type, self._shape)
         self._at = [rank // math.prod(self._shape[k + 1 :]) % n for k, n in enumerate(self._shape)]
 
     def cuts(self, leaves: Model) -> Cuts:

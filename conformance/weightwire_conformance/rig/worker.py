@@ -236,7 +236,9 @@ class Worker:
     def busy(self) -> bool:
         return bool(self._started - self.answers.keys())
 
-    def _until_event(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> None:
+    def _until_event(
+        self, wanted: Callable[[dict[str, Any]], bool], what: str, likely: str = ""
+    ) -> None:
         def arrived() -> bool:
             return self.dead or any(wanted(event) for event in self._events[self._mark :])
 
@@ -245,7 +247,8 @@ class Worker:
         if not any(wanted(event) for event in self._events[self._mark :]):
             failed = [answer for answer in self.answers.values() if "error" in answer]
             why = f"; it ended with {failed[-1]['message']}" if failed else f"\n{self.stacks()}"
-            raise NoAnswer(f"the process never got to {what}{why}")
+            likely = likely and f": {likely}"
+            raise NoAnswer(f"the process never got to {what}{likely}{why}")
 
     def drain(self) -> list[dict[str, Any]]:
         """The events since the last time, and no more of them."""
@@ -257,11 +260,16 @@ class Worker:
         """Return when the worker has stopped at ``point``."""
         self._until_event(lambda e: e["event"] == "at" and e["point"] == point, point)
 
-    def until_waiting(self, for_what: str) -> None:
-        """Return when the worker waits for something whose name contains ``for_what``."""
+    def until_waiting(self, for_what: str, likely: str = "") -> None:
+        """Return when the worker waits for something whose name contains ``for_what``.
+
+        Args:
+            likely: what is probably wrong where it doesn't, for the failure.
+        """
         self._until_event(
             lambda e: e["event"] == "waiting" and for_what in e["for_what"],
             f"waiting for {for_what!r}",
+            likely,
         )
 
     def arm(self, point: str, action: Action = "stop", after: int = 0) -> None:
@@ -279,6 +287,15 @@ class Worker:
         with self._news:
             self._news.wait_for(lambda: self.dead, self.patience)
         until(lambda: _state(self.pid) in ("", "Z", "X"), "the killed process ends")
+
+    def suspend(self) -> None:
+        """SIGSTOP, and wait until every thread stands still."""
+        os.kill(self.pid, posix.STOP)
+        until(lambda: _state(self.pid) == "T", "the process stands still")
+
+    def resume(self) -> None:
+        """It goes on from where it stood."""
+        os.kill(self.pid, posix.CONTINUE)
 
     def held(self) -> set[str]:
         """Files in shared memory that it holds, or held when it was killed."""

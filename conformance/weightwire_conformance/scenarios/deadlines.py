@@ -92,7 +92,11 @@ def closing_ends_a_call_that_waits_for_bytes(fleet: Fleet) -> None:
     sender.start("send", version=1)
     receiving = replica.start("receive")
     sender.first.until_at("sender.put")
-    replica.first.until_waiting("offer" if fleet.stores else "group 1")
+    put_is_fetchable = "a group that was put must be fetchable without another call on the sender"
+    if fleet.stores:
+        replica.first.until_waiting("offer")
+    else:
+        replica.first.until_waiting("group 1", put_is_fetchable)
     time.sleep(0.2)  # it is about to wait inside its transport
     closing = replica.first.start("close", now=True)
     error = receiving.error()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from weightwire_conformance.capabilities import receivers
@@ -13,6 +14,12 @@ __all__: list[str] = []
 
 _SHORT_SECONDS = 3.0
 """Deadline of calls that nothing but it can end: a rank's siblings have no lease of its own."""
+
+_LATE_SECONDS = 1.0
+"""A transport that goes on writing for a version that was given up does so by then."""
+
+_SHORT_LEASE_SECONDS = 2.0
+"""Of a receiver that is to be missed by its lease alone."""
 
 
 def told(error: RemoteError) -> None:
@@ -67,6 +74,9 @@ def a_receiver_that_fails_part_way_says_so_and_recovers(
     assert replica.version is None, "a mixture is claimed to be a version"
     assert replica.tainted is not None, "a mixture isn't tainted"
     fleet.exchange(sender, 3, replica)
+    if point == "receiver.fetched":  # once: it takes a second
+        time.sleep(_LATE_SECONDS)
+        replica.must_hold(3)
     assert replica.tainted is None
 
 
@@ -257,6 +267,45 @@ def the_others_go_on_without_a_lost_receiver(fleet: Fleet, point: str, after: in
         assert receiving.results()[0]["version"] == 1
         stays.must_hold(1)
     fleet.exchange(sender, 2, stays, fleet.receiver("dies"))
+
+
+@scenario(
+    need=receivers(2),
+    cases={
+        "fetching": {"point": "receiver.fetch", "after": 1},
+        "writing": {"point": "target.write"},
+    },
+    long=True,
+)
+def the_others_go_on_without_a_receiver_that_stands_still(
+    fleet: Fleet, point: str, after: int = 0
+) -> None:
+    """No connection breaks: its lease alone tells.  When it goes on, it takes the next one."""
+    sender = fleet.sender(
+        "twins", group_bytes=2 << 10, min_receivers=2, on_receiver_loss="continue"
+    )
+    # One name begins with the other.
+    stays = fleet.receiver("r-10", "twins")
+    stands = fleet.receiver("r-1", "twins", lease_ttl=_SHORT_LEASE_SECONDS)
+    stays.arm("receiver.fetch", "slow")
+    stands.arm(point, after=after)
+    sending = sender.start("send", version=1, wait="applied")
+    receiving = stays.start("receive")
+    standing = stands.start("receive", timeout=fleet.deadline(2 * _SHORT_LEASE_SECONDS))
+    stands.first.until_at(point)
+    stands.first.suspend()
+    if fleet.capabilities["flow"] == "collective":
+        told(sending.error())
+        receiving.outcome()
+    else:
+        sending.results()
+        assert receiving.results()[0]["version"] == 1
+        stays.must_hold(1)
+    stands.first.resume()
+    stands.first.release(point)
+    standing.outcome()
+    stands.must_be_whole()
+    fleet.exchange(sender, 2, stays, stands)
 
 
 @scenario(

@@ -69,6 +69,15 @@ def tensors_of_one_shape_arent_confused(fleet: Fleet) -> None:
     arrives(fleet, "twins", verify="off")
 
 
+@scenario
+def tensors_of_one_shape_arent_confused_with_a_group_ahead(fleet: Fleet) -> None:
+    """While one group is written the next one arrives, and all of their tensors are alike."""
+    sender = fleet.sender("twins", group_bytes=4 << 10, verify="off", overlap=True)
+    replica = fleet.receiver(model="twins", overlap=True)
+    for version in (1, 2):
+        fleet.exchange(sender, version, replica)
+
+
 @scenario(cases={"300": {"count": 300}, "5000": {"count": 5000}})
 def thousands_of_tiny_tensors_arrive(fleet: Fleet, count: int) -> None:
     arrives(fleet, "tiny", {"count": count}, group_bytes=512)

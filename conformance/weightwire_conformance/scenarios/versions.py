@@ -141,6 +141,24 @@ def another_grouping_is_planned_again(fleet: Fleet) -> None:
         sender.close()
 
 
+@scenario(cases={"one-rank-each": {"ranks": 1}, "two-ranks-each": {"ranks": 2}})
+def released_buffers_come_again_with_the_next_version(fleet: Fleet, ranks: int) -> None:
+    """Either side gives them back alone, or both; before the first version, and twice in a row."""
+    sender, replica = fleet.sender(ranks=ranks), fleet.receiver(ranks=ranks)
+    sender.call("release_buffers")
+    replica.call("release_buffers")
+    fleet.exchange(sender, 1, replica)
+    sender.call("release_buffers")
+    fleet.exchange(sender, 2, replica)
+    replica.call("release_buffers")
+    fleet.exchange(sender, 3, replica)
+    for _ in range(2):
+        replica.call("release_buffers")
+        sender.call("release_buffers")
+    for version in (4, 5):
+        fleet.exchange(sender, version, replica)
+
+
 @scenario
 def digests_are_those_of_every_other_backend(fleet: Fleet) -> None:
     """Every backend's are the oracle's own: what the sender's ranks sent, and what arrived."""

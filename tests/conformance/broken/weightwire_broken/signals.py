@@ -6,6 +6,8 @@ import threading
 import time
 from dataclasses import replace
 
+import torch
+
 from weightwire.deadline import Watch
 from weightwire.errors import PeerLost, TransferTimeout, WeightWireError
 from weightwire.memory.receiver import MemoryReceiver
@@ -57,6 +59,36 @@ class AcknowledgesEarly(BrokenMemory):
 
 
 @broken
+class AnnouncesWithTheNext(BrokenMemory):
+    """A group is announced when the next one is put, or the version ends."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        held = None
+
+        def slot(self, group, nbytes):
+            self.memory = torch.empty(nbytes, dtype=torch.uint8)
+            return self.memory
+
+        def put(self, group, tensors, seal):
+            self.announce()
+            self.held = group, self.memory, tensors, seal
+
+        def announce(self):
+            if self.held is not None:
+                (group, memory, *rest), self.held = self.held, None
+                super().slot(group, len(memory)).copy_(memory)
+                super().put(group, *rest)
+
+        def finish(self):
+            self.announce()
+            super().finish()
+
+        def abort(self, error):
+            self.held = None
+            super().abort(error)
+
+
+@broken
 class ReceivesEarly(BrokenMemory):
     """fetch returns, and the bytes come later."""
 
@@ -99,6 +131,16 @@ class HoldsOnToTheLost(BrokenMemory):
     class sender_class(MemorySender):  # noqa: N801
         def lose(self, receiver_id):
             pass
+
+
+@broken
+class LosesByPrefix(BrokenMemory):
+    """Whoever's name begins with that of one that is struck off is struck off, too."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        def lose(self, receiver_id):
+            names = {reader.receiver_id for reader in self._readers}
+            self._lost |= {name for name in names if name.startswith(receiver_id)}
 
 
 @broken

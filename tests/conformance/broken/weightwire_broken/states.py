@@ -210,6 +210,19 @@ class NeedsADirectory(BrokenMemory):
 
 
 @broken
+class SizesATableOnce(BrokenMemory):
+    """What is given back isn't made again for a table that it knows."""
+
+    class sender_class(MemorySender):  # noqa: N801
+        known = None
+
+        def set_table(self, table):
+            if table != self.known:
+                self.known = table
+                super().set_table(table)
+
+
+@broken
 class ForgetsItsPlan(BrokenMemory):
     """A table that changes isn't planned for again."""
 
