@@ -296,7 +296,9 @@ class SendPlan:
         """What this rank holds of a tensor, as far as it travels in the layout's group."""
         here = layout.shards[i]
         tensor = tensors[self.table.tensors[i].name]
-        return cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
+        part = cut_out(tensor, here.offsets, here.sizes, self._held[i].offsets)
+        # Without elements it may be cut otherwise: an empty tensor's owner has all of it.
+        return part if part.numel() else part.new_empty(here.sizes)
 
     def _look(
         self,

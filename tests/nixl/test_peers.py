@@ -7,7 +7,9 @@ import sys
 
 import msgspec
 import pytest
-from nixl_transports import Transports, landing, offer, table_of
+import torch
+from nixl_transports import Transports, landing, offer, stage, table_of
+from process_rig import until
 
 from weightwire.contract import decode_message
 from weightwire.errors import ConfigError, PeerLost, TransferError
@@ -134,3 +136,47 @@ def test_only_what_travels_between_gpus_is_slowed_by_copies(
     sender.begin(offer(TABLE, described), {"r0": [receiver.describe()]})
     receiver.begin(offer(TABLE, described))
     assert sender.slowed_by_copies is receiver.slowed_by_copies is (path == "NVLink or PCIe")
+
+
+@pytest.mark.parametrize("then", ["begins-the-next", "begins-it-late", "closes"])
+def test_memory_that_was_granted_to_who_never_began_is_free_once_that_is_known(
+    transports: Transports, then: str
+) -> None:
+    """A trainer that fails between ``started`` and its transport's begin has met nobody."""
+    table = table_of()
+    sender = transports.sender(table, direction="push")
+    receiver = transports.receiver(table, direction="push")
+    described = receiver.describe()
+    first = offer(table, sender.describe())
+    receiver.begin(first)
+    receiver.post(0, {0: landing(receiver)})
+    until(lambda: sender._poll() or len(sender._strangers._early), "the grant has come", 20)
+    if then == "closes":
+        sender.close()  # and the receiver hears of it later
+    receiver.abort(PeerLost("the trainer failed"))
+    assert len(receiver._aside) == 1
+    if then == "begins-it-late":
+        until(lambda: sender._poll() or sender._strangers._answered, "it has heard", 20)
+        message = r"^receiver 'r0' rank 0 gave version 1 .* before it began"
+        with pytest.raises(PeerLost, match=message):
+            sender.begin(first, {"r0": (described,)})
+        sender.abort(PeerLost("as it said"))
+
+    def is_free() -> bool:
+        if then != "closes":
+            sender._poll()
+        receiver._aside.sweep()
+        return not len(receiver._aside)
+
+    until(is_free, "it is free", 20)
+    if then == "closes":
+        return
+    second = offer(table, sender.describe(), version=2)
+    sender.begin(second, {"r0": (receiver.describe(),)})
+    receiver.begin(second)
+    receiver.post(0, {0: landing(receiver)})
+    stage(sender, torch.arange(64.0))
+    until(lambda: sender._poll() or receiver.landed(0), "it is written", 20)
+    receiver.fetch(0, {0: landing(receiver)})
+    sender.finish()
+    assert torch.equal(landing(receiver), torch.arange(64.0))

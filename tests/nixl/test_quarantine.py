@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from nixl_transports import Transports, landing, offer, read, stage, table_of
@@ -80,8 +83,35 @@ def test_receive_slots_that_a_trainer_may_still_write_arent_used_again(
     assert described[0] != described[1], "the agent was used again"
     with pytest.raises(TransferError, match=r"^2 sets of receive slots .*: restart this process"):
         receiver.describe()
-    for version, carried in enumerate(described, start=1):
-        sender.begin(offer(TABLE, sender.describe(), version=version), {"r0": [carried]})
-        sender.abort(GIVEN_UP)  # tells it that nothing is under way
-    until(lambda: receiver._aside.sweep() or not len(receiver._aside), "all is given back", 20)
+
+    def is_free() -> bool:
+        sender._poll()  # it says that nothing will be written there
+        receiver._aside.sweep()
+        return not len(receiver._aside)
+
+    until(is_free, "all is given back", 20)
     assert receiver.describe() not in described
+
+
+_LEFT_BEHIND = """
+from weightwire_nixl.agent import Agent
+from weightwire_nixl.aside import leave_behind
+
+agent = Agent("sender-0")
+
+
+def is_over():
+    for _ in range(20_000):
+        agent.drain()
+    return False
+
+
+leave_behind(is_over, agent.close)
+"""
+
+
+def test_a_process_that_ends_beside_what_it_left_behind_ends_in_good_order() -> None:
+    """The interpreter ends its threads where they take its lock again: inside NIXL, too."""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", _LEFT_BEHIND], timeout=60, check=False)
+        assert done.returncode == 0

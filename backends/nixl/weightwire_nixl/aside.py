@@ -7,9 +7,9 @@ memory are set aside, alive and out of use, until the transfer is known to be ov
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,6 +68,8 @@ _left = Aside()
 _left_lock = threading.Lock()
 _reaper: threading.Thread | None = None
 _REAPER_PAUSE = 0.05
+_exiting = threading.Event()
+_EXIT_SECONDS = 5.0
 
 
 def leave_behind(is_over: Callable[[], bool], release: Callable[[], None]) -> None:
@@ -96,10 +98,20 @@ def leave_behind(is_over: Callable[[], bool], release: Callable[[], None]) -> No
 
 def _reap() -> None:
     global _reaper
-    while True:
+    while not _exiting.wait(_REAPER_PAUSE):
         with _left_lock:
             _left.sweep()
             if not len(_left):
                 _reaper = None
                 return
-        time.sleep(_REAPER_PAUSE)
+
+
+def _stop_reaping() -> None:
+    """Before the interpreter ends: a thread that it ends inside NIXL would abort the process."""
+    _exiting.set()
+    reaper = _reaper
+    if reaper is not None:
+        reaper.join(_EXIT_SECONDS)
+
+
+atexit.register(_stop_reaping)

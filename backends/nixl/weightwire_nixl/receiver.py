@@ -334,10 +334,12 @@ class NixlReceiver(ReceiverTransport):
             return
         parts = [part for flight in self._flights.values() for part in flight.parts]
         self._flights = {}
-        agent, hot = self._agent, [part for part in parts if self._is_hot(part)]
+        agent, info = self._opened()
+        hot = [part for part in parts if self._is_hot(part)]
         for owner in self._owners.values():
             under_way = any(part.owner is owner for part in hot)
-            message = encode(GaveUp(self._policy, in_flight=under_way))
+            metadata = info.metadata if under_way and owner.route.push else b""
+            message = encode(GaveUp(self._policy, under_way, metadata))
             try:
                 agent.notify(owner.info.agent, message, owner.who)
             except WeightWireError:

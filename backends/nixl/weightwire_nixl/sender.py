@@ -18,7 +18,6 @@ from weightwire_nixl.backlog import Backlog
 from weightwire_nixl.config import NixlConfig
 from weightwire_nixl.delivery import Delivery, Writes
 from weightwire_nixl.discovery import open_discovery
-from weightwire_nixl.early import Early
 from weightwire_nixl.fabric import choose_fabric
 from weightwire_nixl.leaving import leave
 from weightwire_nixl.live import LiveGroup, LiveLayout, LiveMemory
@@ -26,6 +25,7 @@ from weightwire_nixl.peers import check_alike, naps
 from weightwire_nixl.pool import Slot, SlotPool
 from weightwire_nixl.reader import Reader
 from weightwire_nixl.route import choose, describe_endpoint
+from weightwire_nixl.strangers import Strangers
 from weightwire_nixl.wire import (
     Aborted,
     Announced,
@@ -72,7 +72,7 @@ class NixlSender(SenderTransport):
         self._live: LiveMemory | None = None
         self._live_layouts: dict[int, LiveLayout] = {}
         self._backlog = Backlog()
-        self._early = Early()
+        self._strangers = Strangers()
         self._deliveries: list[Delivery] = []
         self._known: dict[str, Reader] = {}
         self._readers: dict[str, Reader] = {}
@@ -143,9 +143,9 @@ class NixlSender(SenderTransport):
                 self._readers[reader.agent] = reader
                 # Had it left anything under way, it would have come with another agent.
                 self._release_slots(reader)
-                for payload in self._early.take(reader.agent):
+                for payload in self._strangers.meet(reader.agent):
                     self._hear(reader, payload)
-        self._early.clear()
+        self._strangers.begun(self._agent_())
         self._forget_gone()
         routes = {reader.route for reader in self._readers.values() if reader.route is not None}
         self.slowed_by_copies = any(route.between_gpus for route in routes)
@@ -157,6 +157,8 @@ class NixlSender(SenderTransport):
         payload = self._discovery.get("receiver", receiver_id, rank, carried)
         info = decode_message(payload, ReaderInfo, who)
         check_alike(self._context, self._opened()[1], info, who)
+        if self._strangers.was_answered(info.agent):
+            raise PeerLost(f"{who} gave {self._policy} up before it began: its own error says why")
         reader = self._known.get(info.agent)
         if reader is None:
             reader = Reader(who, receiver_id, rank, info)
@@ -387,10 +389,10 @@ class NixlSender(SenderTransport):
         for name, messages in self._agent_().drain().items():
             reader = self._known.get(name)
             for payload in messages:
-                if reader is None:
-                    self._early.add(name, payload)
-                else:
+                if reader is not None:
                     self._hear(reader, payload)
+                else:
+                    self._strangers.hear(self._agent_(), name, payload)
         for delivery in list(self._deliveries):
             self._push_on(delivery)
         for reader in self._known.values():
@@ -489,8 +491,8 @@ class NixlSender(SenderTransport):
         if agent is None:
             return
         live, self._live = self._live, None
-        leave(agent, self._pool, live, self._known, self._policy)
+        leave(agent, self._pool, live, self._known, self._strangers, self._policy)
+        self._strangers = Strangers()
         del self._pool  # nobody but those who may still touch it keeps it
         self._known, self._readers, self._deliveries = {}, {}, []
-        self._early.clear()
         self.path = ""

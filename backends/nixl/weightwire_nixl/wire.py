@@ -186,10 +186,13 @@ class GaveUp(_Message, frozen=True, tag="gave-up"):
     """Reader to owner: this version won't go on here; only wakes the owner early.
 
     Attributes:
-        in_flight: a read of this owner's memory is still under way.
+        in_flight: a read of this owner's memory is still under way, or a write that was granted.
+        metadata: NIXL's, of the reader's agent, where something was granted: an owner that has
+            never met it can answer, too.
     """
 
     in_flight: bool
+    metadata: Annotated[bytes, Meta(max_length=1 << 20)] = b""
 
 
 class Over(_Message, frozen=True, tag="over"):
