@@ -118,7 +118,8 @@ class Client:
         try:
             self._others = self._own_ports()
             tcpstore.probe(self._host, self._port, seconds)
-            self.store = tcpstore.connect(self._host, self._port, seconds)
+            within = seconds + tcpstore.RESOLVE_SECONDS
+            self.store = tcpstore.connect(self._host, self._port, within=within, seconds=seconds)
             self._ports = self._own_ports() - self._others
         except (OSError, RuntimeError) as error:
             raise self.gone(error) from error

@@ -261,7 +261,9 @@ class _Connection:
         threading.Thread(target=self._serve, name="weightwire-tcpstore", daemon=True).start()
         try:
             seconds = max(_OPERATION_SECONDS, deadline.remaining())
-            self._store = self._submit(lambda: tcpstore.connect(host, port, seconds), deadline)
+            self._store = self._submit(
+                lambda: tcpstore.connect(host, port, within=seconds, seconds=seconds), deadline
+            )
         except BaseException:
             self.close()
             raise

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # a scheme is described without torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
-__all__ = ["connect", "listen", "probe", "serve"]
+__all__ = ["RESOLVE_SECONDS", "connect", "listen", "probe", "serve"]
 
 _BACKLOG = 1024
-_RESOLVE_SECONDS = 15.0
+RESOLVE_SECONDS = 15.0
 """For lost answers of the name server, beside the connection itself."""
 
 
@@ -59,7 +59,7 @@ def serve(host: str, listener: socket.socket, seconds: float) -> TCPStore:
         port,
         None,
         is_master=True,
-        timeout=datetime.timedelta(seconds=seconds + _RESOLVE_SECONDS),
+        timeout=datetime.timedelta(seconds=seconds + RESOLVE_SECONDS),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -77,11 +77,12 @@ def probe(host: str, port: int, seconds: float) -> None:
         pass
 
 
-def connect(host: str, port: int, seconds: float) -> TCPStore:
+def connect(host: str, port: int, *, within: float, seconds: float) -> TCPStore:
     """A client; ``probe`` first.
 
     Args:
-        seconds: of the connection, beside what names take, and of each operation.
+        within: seconds of the connection, with what names take.
+        seconds: of each operation.
 
     Raises:
         RuntimeError: torch can't connect.
@@ -93,7 +94,7 @@ def connect(host: str, port: int, seconds: float) -> TCPStore:
         port,
         None,
         is_master=False,
-        timeout=datetime.timedelta(seconds=seconds + _RESOLVE_SECONDS),
+        timeout=datetime.timedelta(seconds=within),
         wait_for_workers=False,
     )
     store.set_timeout(datetime.timedelta(seconds=seconds))
