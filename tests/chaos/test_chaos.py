@@ -71,7 +71,6 @@ def test_connections_that_bytes_take_are_cut(run_chaos_over_tcp: RunChaos, backe
 @pytest.mark.parametrize(
     ("culprit", "finds"),
     [
-        ("serves-stale", "names version|didn't reach everybody|no progress"),
         ("mutates-after-commit", "names version"),
         ("acknowledges-early", "names version|didn't reach everybody|no progress"),
         ("unfit-after-abort", "didn't reach everybody|no progress"),
