@@ -51,7 +51,7 @@ def require_distinct(what: str, tensor: Tensor) -> None:
         if size > 1 and stride <= reach:
             raise ConfigError(
                 f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements "
-                "that share memory (an expanded one?): give a tensor of its own, `.clone()`"
+                "that may share memory (an expanded one?): give a tensor of its own, `.clone()`"
             )
         reach += (size - 1) * stride
 

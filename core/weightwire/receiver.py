@@ -188,8 +188,10 @@ class WeightReceiver(Handle):
             close_all(*late, self._keeper.stop, self._transport.close, self._session.close)
             if self._gone is not None:
                 self._watch.forgive(self._gone)  # what the keeper saw is why we are here
-        self._open(self._watch.deadline)
-        self._machine.tainted = tainted
+        try:
+            self._open(self._watch.deadline)
+        finally:  # a new machine doesn't know of it, and may be there though opening failed
+            self._machine.tainted = tainted
 
     def _await_replacement(self, error: SessionError) -> None:
         """Return when the store that failed with ``error`` may hold another session.

@@ -138,6 +138,29 @@ def test_only_what_travels_between_gpus_is_slowed_by_copies(
     assert sender.slowed_by_copies is receiver.slowed_by_copies is (path == "NVLink or PCIe")
 
 
+def test_memory_that_was_granted_to_who_began_another_version_is_free_once_that_closes(
+    transports: Transports,
+) -> None:
+    table = table_of()
+    sender = transports.sender(table, direction="push")
+    receiver = transports.receiver(table, direction="push")
+    first, second = (offer(table, sender.describe(), version=version) for version in (1, 2))
+    sender.begin(first, {"r0": (receiver.describe(),)})
+    receiver.begin(first)
+    receiver.post(0, {0: landing(receiver)})
+    stage(sender, torch.arange(64.0))
+    until(lambda: sender._poll() or receiver.landed(0), "it is written", 20)
+    receiver.fetch(0, {0: landing(receiver)})
+    sender.finish()
+    receiver.finish()
+    receiver.begin(second)
+    receiver.post(0, {0: landing(receiver)})
+    receiver.abort(PeerLost("the trainer failed before its transport began"))
+    assert len(receiver._aside) == 1
+    sender.close()
+    until(lambda: receiver._aside.sweep() or not len(receiver._aside), "it is free", 20)
+
+
 @pytest.mark.parametrize("then", ["begins-the-next", "begins-it-late", "closes"])
 def test_memory_that_was_granted_to_who_never_began_is_free_once_that_is_known(
     transports: Transports, then: str
@@ -150,7 +173,7 @@ def test_memory_that_was_granted_to_who_never_began_is_free_once_that_is_known(
     first = offer(table, sender.describe())
     receiver.begin(first)
     receiver.post(0, {0: landing(receiver)})
-    until(lambda: sender._poll() or len(sender._strangers._early), "the grant has come", 20)
+    until(lambda: sender._poll() or sender._strangers._granted, "the grant has come", 20)
     if then == "closes":
         sender.close()  # and the receiver hears of it later
     receiver.abort(PeerLost("the trainer failed"))

@@ -305,6 +305,30 @@ def test_a_replica_whose_ranks_dont_all_come_back_waits_no_longer_than_its_deadl
             receiver.close()
 
 
+def test_a_target_stays_tainted_when_joining_a_new_session_fails_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}/run"
+    source, target = {"w": torch.zeros(8)}, {"w": torch.ones(8)}
+    with weightwire.open_sender("memory", session=url, source=source):
+        receiver = weightwire.open_receiver("memory", session=url, target=target, receiver_id="r")
+        receiver.invalidate("its memory was given away")
+    open_catch_up = weightwire.WeightReceiver._open_catch_up
+    failures = [SessionError("the store is away for a moment")]
+
+    def fails_once(self: weightwire.WeightReceiver) -> Any:
+        if failures:
+            raise failures.pop()
+        return open_catch_up(self)
+
+    monkeypatch.setattr(weightwire.WeightReceiver, "_open_catch_up", fails_once)
+    with weightwire.open_sender("memory", session=url, source=source), receiver:
+        with pytest.raises(TransferTimeout):
+            receiver.receive(timeout=3)
+        assert not failures
+        assert receiver.tainted == "its memory was given away"
+
+
 _READER = """
 import sys, torch, weightwire
 receiver = weightwire.open_receiver(

@@ -40,9 +40,6 @@ class Early:
         self._nbytes -= sum(len(payload) for payload in found)
         return found
 
-    def __len__(self) -> int:
-        return self._count
-
     def clear(self) -> None:
         self._waiting.clear()
         self._count = self._nbytes = 0

@@ -48,7 +48,8 @@ def leave(
         for name, messages in signals.items():
             if name not in known:
                 for payload in messages:
-                    strangers.hear(agent, name, payload)
+                    with contextlib.suppress(WeightWireError):
+                        strangers.hear(agent, name, payload)
             for message in map(readable, messages):
                 if isinstance(message, Bye) and name in known:
                     known[name].said_bye = True  # it needs no goodbye of ours

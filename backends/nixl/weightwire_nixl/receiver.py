@@ -469,8 +469,10 @@ def _say_bye(agent: Agent, owners: Iterable[Owner], policy: Policy) -> None:
 def _ends(message: Message | None, policy: Policy) -> bool:
     """Whether an owner says that nothing of this version is under way any more."""
     match message:
-        case Over() | Bye():
+        case Over():
             return message.policy >= policy
+        case Bye():  # an owner's agent closes when nothing of it is under way
+            return True
         case Aborted():
             return message.policy == policy and not message.in_flight
     return False

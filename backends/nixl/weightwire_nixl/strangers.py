@@ -12,11 +12,11 @@ import time
 from weightwire.errors import WeightWireError
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.early import Early
-from weightwire_nixl.wire import Bye, GaveUp, Over, encode, readable
+from weightwire_nixl.wire import Bye, GaveUp, Granted, Over, encode, readable
 
 __all__ = ["Strangers"]
 
-_CONNECTING = 0.5
+_CONNECTING = 2.0
 """Seconds in which a first signal to an agent has left: it connects before."""
 
 _LINGERING = 30.0
@@ -28,6 +28,7 @@ class Strangers:
 
     def __init__(self) -> None:
         self._early = Early()
+        self._granted: set[str] = set()  # whose memory waits for an answer, should they give up
         self._answered: dict[str, float] = {}
 
     def hear(self, agent: Agent, name: str, payload: bytes) -> None:
@@ -36,11 +37,15 @@ class Strangers:
         Raises:
             TransferError: more has come in than a version's beginning needs.
         """
+        if name in self._answered:
+            return  # signals come in any order: it has given up
         message = readable(payload)
+        if isinstance(message, Granted):
+            self._granted.add(name)
         if isinstance(message, Bye):
-            self._early.take(name)
+            self.meet(name)
         elif isinstance(message, GaveUp) and message.metadata:
-            self._early.take(name)
+            self.meet(name)
             self._answered[name] = time.monotonic()
             who = f"a receiver that gave up ({name[:64]})"
             with contextlib.suppress(WeightWireError):  # it is gone by now
@@ -55,18 +60,20 @@ class Strangers:
 
     def meet(self, name: str) -> list[bytes]:
         """Its signals, in the order in which they came."""
+        self._granted.discard(name)
         return self._early.take(name)
 
     def begun(self, agent: Agent) -> None:
         """A version began: what is left is of earlier ones, and later offers name successors."""
         self._early.clear()
+        self._granted.clear()
         for name in [name for name, at in self._answered.items() if _is_sent(at)]:
             del self._answered[name]
             agent.remove(name)
 
     def is_over(self, closing_since: float) -> bool:
         """Whether the agent may close: nobody waits for an answer, and answers have left."""
-        waits = bool(self._early) and time.monotonic() < closing_since + _LINGERING
+        waits = bool(self._granted) and time.monotonic() < closing_since + _LINGERING
         return not waits and all(map(_is_sent, self._answered.values()))
 
 

@@ -289,7 +289,7 @@ class Worker:
         until(lambda: _state(self.pid) in ("", "Z", "X"), "the killed process ends")
 
     def suspend(self) -> None:
-        """SIGSTOP, and wait until every thread stands still."""
+        """SIGSTOP, and wait until it stands still."""
         os.kill(self.pid, posix.STOP)
         until(lambda: _state(self.pid) == "T", "the process stands still")
 
