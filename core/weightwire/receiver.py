@@ -201,11 +201,11 @@ class WeightReceiver(Handle):
             TransferTimeout: nobody serves the store any more.
         """
         self._watch.forgive(error)
+        if not self._joined:  # joining the one that came failed: it is tried again
+            self._watch.check("session", ("the sender that serves it",))
+            self._watch.pause(_RETURN_PAUSE)
+            return
         while True:
-            if not self._joined:  # joining the one that came failed: it is tried again
-                self._watch.check("session", ("the sender that serves it",))
-                self._watch.pause(_RETURN_PAUSE)
-                return
             try:
                 if self._session.is_replaced():
                     return

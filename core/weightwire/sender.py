@@ -319,10 +319,11 @@ class WeightSender(Handle):
                     version, wait, phases, refusal, column_slices=slices, begins=not waves
                 )
                 if self._rank == 0:
-                    wave, more = self._lead(version, wait, resolved, phases, began)
+                    wave, over = self._lead(version, wait, resolved, phases, began)
                 else:
-                    wave, more = self._follow(version, resolved, phases, began)
-                waves += wave
+                    wave, over = self._follow(version, resolved, phases, began)
+                waves += [replace(report, left_out=over.left_out) for report in wave]
+                more = over.more
         except BaseException as error:
             self._notify("weightwire_aborted", version, phases.seconds, error=error)
             raise
@@ -367,8 +368,8 @@ class WeightSender(Handle):
         resolved: Resolved,
         phases: Phases,
         began: float,
-    ) -> tuple[list[Report], bool]:
-        """One wave; the report of what it moved, if there was anybody, and whether more follow."""
+    ) -> tuple[list[Report], _Over]:
+        """One wave; the report of what it moved, if there was anybody, and how it ended."""
         assert self._ours.table is not None  # noqa: S101 - _arrive() set it
         reports: list[Report] = []
 
@@ -426,7 +427,7 @@ class WeightSender(Handle):
         self._agreement.tell("outcome", msgspec.msgpack.encode(over))
         self._retire()
         lap("commit")
-        return [replace(report, left_out=over.left_out) for report in reports], over.more
+        return reports, over
 
     def _retire(self) -> None:
         try:
@@ -437,7 +438,7 @@ class WeightSender(Handle):
 
     def _follow(
         self, version: int, resolved: Resolved, phases: Phases, began: float
-    ) -> tuple[list[Report], bool]:
+    ) -> tuple[list[Report], _Over]:
         reports: list[Report] = []
         try:
             with phases.timed("ready"):
@@ -459,7 +460,7 @@ class WeightSender(Handle):
         finally:
             with self._verdicts:
                 self._sending = None
-        return [replace(report, left_out=over.left_out) for report in reports], over.more
+        return reports, over
 
     def _abandon(self, error: BaseException, *, started: bool) -> None:
         """Rank 0: leave the transport and the other ranks in good order."""

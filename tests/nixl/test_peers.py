@@ -11,12 +11,14 @@ import torch
 from nixl_transports import Transports, landing, offer, stage, table_of
 from process_rig import until
 
-from weightwire.contract import decode_message
+from weightwire.contract import Offer, decode_message
 from weightwire.errors import ConfigError, PeerLost, TransferError
 from weightwire.session import process
 from weightwire_nixl import route
 from weightwire_nixl.agent import Agent
 from weightwire_nixl.discovery import frame, unframe
+from weightwire_nixl.receiver import NixlReceiver
+from weightwire_nixl.sender import NixlSender
 from weightwire_nixl.wire import ReaderInfo, SenderInfo, encode
 
 TABLE = table_of()
@@ -36,6 +38,17 @@ def changed(carried: bytes, kind: type[SenderInfo | ReaderInfo], **fields: objec
     """What a rank says of itself, with some of it replaced."""
     info = decode_message(unframe(carried, "a rank"), kind, "a rank")
     return frame(encode(msgspec.structs.replace(info, **fields)))
+
+
+def push(sender: NixlSender, receiver: NixlReceiver, offered: Offer) -> None:
+    """The only group, of a version that nobody gives up."""
+    sender.begin(offered, {"r0": (receiver.describe(),)})
+    receiver.begin(offered)
+    receiver.post(0, {0: landing(receiver)})
+    stage(sender, torch.arange(64.0))
+    until(lambda: sender._poll() or receiver.landed(0), "it is written", 20)
+    receiver.fetch(0, {0: landing(receiver)})
+    sender.finish()
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +158,7 @@ def test_memory_that_was_granted_to_who_began_another_version_is_free_once_that_
     sender = transports.sender(table, direction="push")
     receiver = transports.receiver(table, direction="push")
     first, second = (offer(table, sender.describe(), version=version) for version in (1, 2))
-    sender.begin(first, {"r0": (receiver.describe(),)})
-    receiver.begin(first)
-    receiver.post(0, {0: landing(receiver)})
-    stage(sender, torch.arange(64.0))
-    until(lambda: sender._poll() or receiver.landed(0), "it is written", 20)
-    receiver.fetch(0, {0: landing(receiver)})
-    sender.finish()
+    push(sender, receiver, first)
     receiver.finish()
     receiver.begin(second)
     receiver.post(0, {0: landing(receiver)})
@@ -195,11 +202,5 @@ def test_memory_that_was_granted_to_who_never_began_is_free_once_that_is_known(
     if then == "closes":
         return
     second = offer(table, sender.describe(), version=2)
-    sender.begin(second, {"r0": (receiver.describe(),)})
-    receiver.begin(second)
-    receiver.post(0, {0: landing(receiver)})
-    stage(sender, torch.arange(64.0))
-    until(lambda: sender._poll() or receiver.landed(0), "it is written", 20)
-    receiver.fetch(0, {0: landing(receiver)})
-    sender.finish()
+    push(sender, receiver, second)
     assert torch.equal(landing(receiver), torch.arange(64.0))

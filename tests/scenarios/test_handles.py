@@ -58,6 +58,23 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
+def open_ranks(session: str) -> list[Any]:
+    """A replica of two ranks."""
+
+    def open_rank(rank: int) -> weightwire.WeightReceiver:
+        return weightwire.open_receiver(
+            "memory",
+            session=session,
+            target={"w": torch.zeros(8)},
+            receiver_id="r",
+            rank=rank,
+            world_size=2,
+            timeout=SECONDS,
+        )
+
+    return together(lambda: open_rank(0), lambda: open_rank(1))
+
+
 class Follower:
     """A receiver that takes every version, on a thread of its own, until it is closed."""
 
@@ -277,19 +294,8 @@ def test_a_replica_whose_ranks_dont_all_come_back_waits_no_longer_than_its_deadl
     url = f"tcp://127.0.0.1:{free_port()}/run"
     source = {"w": torch.zeros(8)}
 
-    def open_receiver(rank: int) -> weightwire.WeightReceiver:
-        return weightwire.open_receiver(
-            "memory",
-            session=url,
-            target={"w": torch.ones(8)},
-            receiver_id="r",
-            rank=rank,
-            world_size=2,
-            timeout=SECONDS,
-        )
-
     with weightwire.open_sender("memory", session=url, source=source):
-        ranks = together(lambda: open_receiver(0), lambda: open_receiver(1))
+        ranks = open_ranks(url)
     try:
         with (
             weightwire.open_sender("memory", session=url, source=source),
@@ -419,18 +425,8 @@ def test_a_receiver_that_cant_be_opened_has_closed_its_transport(
 def test_a_rank_that_says_what_is_no_fingerprint_is_named(
     session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_receiver(rank: int) -> weightwire.WeightReceiver:
-        return weightwire.open_receiver(
-            "memory",
-            session=session,
-            target={"w": torch.zeros(8)},
-            receiver_id="r",
-            rank=rank,
-            world_size=2,
-        )
-
     monkeypatch.setattr(Replica, "_fingerprint", lambda self, offer: b"\x91\x01")
-    ranks = together(lambda: open_receiver(0), lambda: open_receiver(1))
+    ranks = open_ranks(session)
     try:
         with weightwire.open_sender("memory", session=session, source={"w": torch.ones(8)}) as s:
             found = together(

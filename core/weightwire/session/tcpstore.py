@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a scheme is described without torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
@@ -51,20 +51,11 @@ def serve(host: str, listener: socket.socket, seconds: float) -> TCPStore:
     Raises:
         RuntimeError: torch can't make it.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        None,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=seconds + RESOLVE_SECONDS),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+    fd = listener.detach()
+    return _made(
+        host, port, seconds + RESOLVE_SECONDS, seconds, is_master=True, master_listen_fd=fd
     )
-    store.set_timeout(datetime.timedelta(seconds=seconds))
-    return store
 
 
 def probe(host: str, port: int, seconds: float) -> None:
@@ -87,15 +78,19 @@ def connect(host: str, port: int, *, within: float, seconds: float) -> TCPStore:
     Raises:
         RuntimeError: torch can't connect.
     """
+    return _made(host, port, within, seconds, is_master=False)
+
+
+def _made(host: str, port: int, within: float, seconds: float, **options: Any) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
         host,
         port,
         None,
-        is_master=False,
         timeout=datetime.timedelta(seconds=within),
         wait_for_workers=False,
+        **options,
     )
     store.set_timeout(datetime.timedelta(seconds=seconds))
     return store
